@@ -100,7 +100,10 @@ CODES: Final[dict[str, Code]] = {
     # admission
     "node.not_admitted": Code("this peer has not been admitted to the run", "say hello to the learner first"),
     "node.allowlist": Code("this run takes listed nodes only", "send the operator your peer id: rollmesh node id"),
-    "node.invite": Code("this run takes invited nodes only, and the invitation is missing, used or forged", "ask the operator for a new join line"),
+    "node.invite": Code(
+        "this run takes invited nodes only, and the invitation is missing, used or forged",
+        "ask the operator for a new join line",
+    ),
     "node.rate": Code("too many messages in a short time", "nothing; the node slows down by itself"),
     "node.quarantined": Code("this node broke a rule of the run and is out of it", "rollmesh status names the rule"),
     "node.too_many": Code("too many nodes from one address block", "ask the operator to raise admission.per_block"),
@@ -108,36 +111,59 @@ CODES: Final[dict[str, Code]] = {
     "run.ended": Code("the run has ended", "nothing; thank you for taking part"),
     # leases
     "lease.unknown": Code("no such lease was given to this node", "nothing; the node asks for a new one"),
-    "lease.expired": Code("the lease ran out and its samples were given to others", "lower the number of groups at once"),
+    "lease.expired": Code(
+        "the lease ran out and its samples were given to others", "lower the number of groups at once"
+    ),
     "lease.reused": Code("another result for the same lease was sent before", "run rollmesh node selfcheck"),
     "lease.other_node": Code("the lease belongs to another node", "nothing; the node asks for a new one"),
     # results
     "result.schema": Code("the result is not well formed", "update rollmesh"),
     "result.signature": Code("the result is not signed by the node that sent it", "update rollmesh"),
-    "result.prompt": Code("the result answers another prompt than the one that was leased", "run rollmesh node selfcheck"),
-    "result.samples": Code("the result does not hold exactly the samples that were leased", "run rollmesh node selfcheck"),
+    "result.prompt": Code(
+        "the result answers another prompt than the one that was leased", "run rollmesh node selfcheck"
+    ),
+    "result.samples": Code(
+        "the result does not hold exactly the samples that were leased", "run rollmesh node selfcheck"
+    ),
     "result.length": Code("a completion is empty or longer than the lease allows", "run rollmesh node selfcheck"),
     "result.finish": Code("the finish reason does not fit the tokens", "run rollmesh node selfcheck"),
     "result.tokens": Code("a token id is outside the vocabulary", "run rollmesh node selfcheck"),
     "result.logprob": Code("a log-probability is not finite or is above zero", "run rollmesh node selfcheck"),
-    "result.sampling": Code("the tokens are not the ones that these weights and this seed give", "run rollmesh node selfcheck"),
+    "result.sampling": Code(
+        "the tokens are not the ones that these weights and this seed give", "run rollmesh node selfcheck"
+    ),
+    "result.drift": Code(
+        "over many tokens the sampling is further from these weights than honest engines are",
+        "run rollmesh node selfcheck",
+    ),
     "result.root": Code("the result was made with other weights than the lease names", "run rollmesh node selfcheck"),
     "result.stale": Code("the result came too late for its weights", "lower the number of groups at once"),
     # weights
     "manifest.invalid": Code("the manifest is not well formed", "update rollmesh"),
     "manifest.run": Code("the manifest belongs to another run or another model", "check the join line"),
     "manifest.version": Code("the manifest is not newer than the weights held", "nothing; the node asks for the edges"),
-    "manifest.parent": Code("the manifest starts from weights that are not held", "nothing; the node asks for the edges"),
-    "manifest.limits": Code("the download is larger than this node allows", "raise limits.download_gb if you trust the run"),
+    "manifest.parent": Code(
+        "the manifest starts from weights that are not held", "nothing; the node asks for the edges"
+    ),
+    "manifest.limits": Code(
+        "the download is larger than this node allows", "raise limits.download_gb if you trust the run"
+    ),
     "chunk.digest": Code("a chunk does not match its digest", "nothing; the chunk is taken from another peer"),
     "patch.invalid": Code("the patch does not decode", "nothing; the node takes another edge"),
-    "patch.root": Code("the patched weights do not have the promised root", "nothing; the node goes back to its snapshot"),
-    "patch.dtype": Code("the model has a tensor of a type that patches do not support", "use a bf16, fp16 or fp32 model"),
+    "patch.root": Code(
+        "the patched weights do not have the promised root", "nothing; the node goes back to its snapshot"
+    ),
+    "patch.dtype": Code(
+        "the model has a tensor of a type that patches do not support", "use a bf16, fp16 or fp32 model"
+    ),
     # what a node refuses of a learner
     "card.model": Code("the run asks for a model that this node does not load", "update rollmesh, or join another run"),
     "card.limits": Code("the run asks for more than this node allows", "raise the node's limits if you trust the run"),
-    "lease.limits": Code("the lease asks for more than this node allows", "raise the node's limits if you trust the run"),
+    "lease.limits": Code(
+        "the lease asks for more than this node allows", "raise the node's limits if you trust the run"
+    ),
     "node.stopping": Code("the node is shutting down", "nothing; the samples are leased again"),
+    "node.paused": Code("the node takes no work at the moment", "nothing; the samples are leased again"),
     "node.engine": Code("the node's engine failed", "see the node's log"),
     "node.weights": Code("the node does not hold these weights any more", "nothing; the samples are leased again"),
 }

@@ -15,12 +15,18 @@ GIB: Final = 1024 * MIB
 # --- one message -----------------------------------------------------------------------------------------------------
 FRAME_HEADER_BYTES: Final = 4
 """A frame is a big-endian uint32 length and that many bytes."""
-WRITE_PIECE_BYTES: Final = 65_524
-"""A stream is written in pieces of one Noise frame, so that cancelling between pieces never tears a frame."""
+WRITE_PIECE_BYTES: Final = 65_507
+"""A stream is written in pieces that fill one Noise frame (65,519 bytes) with the 12 of the muxer's header, and a
+piece is written whole or not at all: cancelling between pieces never tears a frame."""
 MAX_NESTING: Final = 12
 """Levels of arrays and maps; our deepest message has 6."""
 MAX_ARRAY: Final = 65_536
 """Elements of one array or map, before the models set tighter bounds."""
+
+MAX_ITEMS: Final = 50_000
+"""Values in one message, inner ones included: what a daemon may spend objects and milliseconds on."""
+MAX_CARD_ITEMS: Final = 1 << 20
+"""The same for a run card and a layout: some 12 values a tensor."""
 
 HELLO_BYTES: Final = 64 * KIB
 CARD_BYTES: Final = 4 * MIB
@@ -83,9 +89,40 @@ MAX_REQUESTS_PER_S: Final = 50.0
 """Requests a second of one peer, averaged; chunk requests included."""
 REQUEST_BURST: Final = 200
 MAX_BUFFERED_BYTES: Final = 5 * MIB
-"""Unread bytes of one connection; yamux itself does not enforce its window."""
+"""Unread bytes of one connection; the library's own yamux does not enforce its window."""
+STREAM_WINDOW_BYTES: Final = 256 * KIB
+"""What a peer may send on a fresh stream before we read; fixed by the yamux specification."""
+BULK_WINDOW_BYTES: Final = 1 * MIB
+"""The same for a stream that has carried a whole window: 10 MB/s over a path of 100 ms."""
+MAX_BULK_STREAMS: Final = 3
+"""Streams of one connection with the bulk window at a time: 3 MiB, and room for eight fresh streams, fit the buffer."""
+MAX_CONNECTIONS_PER_PEER: Final = 2
+"""One that was dialled from each side at the same moment; the oldest gives way to a third."""
+RESERVED_CONNECTIONS: Final = 8
+"""Slots that strangers cannot take, kept for our own dials."""
 MAX_HANDSHAKES: Final = 64
 """Connections being negotiated at one time."""
+HANDSHAKE_BYTES: Final = 128 * KIB
+"""What a stranger may send before the handshake is over; an honest one takes under 2 KiB."""
+MAX_OFFENCES: Final = 20
+"""Malformed streams or messages within ``OFFENCE_WINDOW_S`` after which a peer is shut out for ``BAN_S``."""
+MAX_BANS: Final = 4096
+"""Peers remembered as shut out; the oldest are forgotten first."""
+MAX_HANDLERS: Final = 32
+"""Requests that are worked on at one time; the rest wait, and peers take turns."""
+RECEIVING_BYTES_PER_PEER: Final = 16 * MIB
+"""Frames of one peer that have begun to arrive and are not complete: two results."""
+RECEIVING_BYTES: Final = 256 * MIB
+"""The same over all peers."""
+GOSSIP_BUFFER: Final = 64
+"""Gossip messages that wait for a subscriber; the oldest is dropped for a new one."""
+MAX_TOPICS_PER_PEER: Final = 16
+"""Gossip topics that one peer may subscribe to here."""
+MAX_TOPIC_CHARS: Final = 256
+MAX_CACHED_PEERS: Final = 64
+"""Peers of the last run that are remembered."""
+MAX_CACHED_ADDRESSES: Final = 4
+"""Addresses remembered of one of them."""
 MAX_CONNECTIONS_PER_BLOCK: Final = 32
 """Connections of one /24 (IPv4) or /48 (IPv6); loopback is not counted."""
 SERVED_FILE_RATIO: Final = 1.5
@@ -95,6 +132,24 @@ PASS_VERSIONS: Final = 10_000
 
 # --- time (seconds) --------------------------------------------------------------------------------------------------
 DIAL_S: Final = 10.0
+HANDSHAKE_S: Final = 8.0
+"""Noise and muxer of an incoming connection."""
+NEGOTIATE_S: Final = 8.0
+"""Agreeing on the protocol of a new stream."""
+PROBE_S: Final = 2.5
+"""Silence of a connection after which it is probed."""
+SILENT_S: Final = 7.0
+"""Silence after which it is closed: a pulled cable or a stopped process is noticed within SILENT_S + PROBE_S."""
+WRITE_STALL_S: Final = 30.0
+"""A stream whose reader grants no room for so long is reset; the library's 5 s would cut honest slow links."""
+LINGER_S: Final = 3.0
+"""How long a refused or finished request may go on arriving before its stream is reset."""
+CLOSE_S: Final = 1.0
+"""Saying goodbye on a connection that is being closed."""
+OFFENCE_WINDOW_S: Final = 60.0
+BAN_S: Final = 120.0
+STEADY_S: Final = 30.0
+"""A link that lived this long starts its back-off from the beginning when it is lost."""
 REQUEST_S: Final = 20.0
 """One small request and its answer."""
 TRANSFER_S: Final = 120.0
@@ -110,6 +165,53 @@ STATUS_EVERY_S: Final = 1.0
 """A status is built at most this often."""
 GOSSIP_PER_TOPIC_S: Final = 10
 """Gossip messages a second and topic that are looked at; the rest of a flood is dropped."""
+
+# --- chunk swarm -----------------------------------------------------------------------------------------------------
+NEIGHBOURS_WANTED: Final = 8
+"""Neighbours that a node looks for by itself; those who dial it come on top, up to MAX_NEIGHBOURS."""
+FIRST_WINDOW: Final = 2
+"""Chunks asked of a new source at a time; one more for each that comes in time."""
+MAX_WINDOW: Final = 8
+MAX_WINDOW_BYTES: Final = 4 * MIB
+"""The same in bytes: below MAX_BUFFERED_BYTES, so that what one source sends always finds room."""
+LATE_MEDIANS: Final = 4.0
+"""A chunk is late after CHUNK_S or so many times the median of the fetch, whichever is longer."""
+MAX_STRIKES: Final = 2
+STRIKE_FORGIVEN_AFTER: Final = 32
+"""Chunks in time that make good for one strike: a long fetch must not add up the hiccups of hours."""
+ENDGAME_S: Final = 0.5
+ENDGAME_MEDIANS: Final = 2.0
+"""When all that is missing has been asked for, a chunk out for longer than both is asked of a second source."""
+REST_S: Final = 1.0
+"""How long a source that said it is busy is left alone."""
+PENALTY_FIRST_S: Final = 5.0
+PENALTY_MOST_S: Final = 600.0
+"""How long a neighbour that struck out is left alone; doubled every time."""
+SHUN_S: Final = 3600.0
+"""The same after a chunk with a wrong digest, which no honest peer sends."""
+MAX_CONDUCT_PEERS: Final = 4096
+"""Peers whose conduct, passes or served bytes are remembered; the oldest are forgotten."""
+HAVE_EVERY_S: Final = 0.05
+"""Least time between two updates on one have stream: at 8 neighbours some 160 small frames a second each way."""
+HAVE_BYTES_PER_S: Final = 64 * KIB
+"""What updates of large bitmaps may take of a link: they come less often instead."""
+HAVE_ALIVE_S: Final = 15.0
+"""An update is sent at least this often, so that silence means that the other side is gone."""
+HAVE_SILENCE_S: Final = 45.0
+MAX_HAVE_STREAMS_PER_PEER: Final = 6
+MAX_HAVE_STREAMS: Final = 4096
+"""Some 64 KiB each at worst, and a few bytes for ordinary payloads."""
+MAX_CHUNK_STREAMS_PER_PEER: Final = 12
+"""Chunk streams stay open between requests; a source is asked for MAX_WINDOW chunks at a time."""
+CHUNK_IDLE_S: Final = 30.0
+"""A chunk stream without a request for this long is closed."""
+UPLOAD_SLOTS: Final = 8
+"""Chunks being sent at one time: few, so that each is soon whole and can be passed on."""
+MAX_UPLOAD_QUEUE: Final = 512
+UPLOAD_WAIT_S: Final = 2.0
+"""A chunk request that found no slot for this long is told that we are busy: well before it would count as late."""
+SERVED_WINDOW_S: Final = 3600.0
+"""SERVED_FILE_RATIO holds for this long: a node that lost its disk gets the file again later."""
 
 # --- disk ------------------------------------------------------------------------------------------------------------
 DEFAULT_DISK_BYTES: Final = 100 * GIB

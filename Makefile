@@ -1,0 +1,56 @@
+# Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types imports wheel contracts bench-e2e setup clean distclean
+
+PY := .venv/bin/python
+# Another stamp for other dependencies: the next target then installs them.
+READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt deploy/prepare.sh | cksum | cut -d ' ' -f 1)
+# Arguments for pytest, as in: make test TESTS="tests/unit -k manifest"
+TESTS ?=
+
+help: ## Show this list
+	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(READY) ## Train SmolLM2 with a learner and two nodes on this machine (about ten minutes); results in runs/demo
+	@$(PY) -m rollmesh_learner.demo --out runs/demo
+
+test: $(READY) ## Run all tests
+	@$(PY) -m pytest $(TESTS)
+
+check: format lint types imports wheel contracts ## Check style, types, structure and the wheel
+	@echo "check: all passed"
+
+bench-e2e: $(READY) ## Seconds per step of Rollmesh, a plain loop and TRL on the same job
+	@$(PY) -m tests.bench.e2e --out runs/bench-e2e
+
+setup: $(READY) ## Only make .venv ready
+
+clean: ## Remove what checks, tests and builds leave behind; keeps .venv and runs
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find protocol node learner tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## The same, and .venv
+	@rm -rf .venv
+
+# --- the parts of check ----------------------------------------------------------------------------------------------
+format: $(READY)
+	@echo "check: format" && $(PY) -m ruff format --check .
+
+lint: $(READY)
+	@echo "check: lint" && $(PY) -m ruff check --quiet .
+
+types: $(READY)
+	@echo "check: types" && $(PY) -m mypy --no-error-summary
+
+imports: $(READY)
+	@echo "check: imports" && log=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$log"; exit 1; }
+
+wheel: $(READY)
+	@echo "check: wheel" && $(PY) -m pytest -q --no-header tests/contracts/test_wheel.py
+
+contracts: $(READY)
+	@echo "check: contracts" && $(PY) -m pytest -q --no-header tests/contracts --ignore tests/contracts/test_wheel.py
+
+$(READY):
+	@PYTHON="$(PYTHON)" deploy/prepare.sh $@

@@ -1,0 +1,65 @@
+"""Who may join: the admission modes, decided by pure functions (layer L0)."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from typing import Literal
+
+from rollmesh_protocol.envelope import Envelope
+from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.messages import MAJOR, Hello, Invite
+
+Mode = Literal["open", "allowlist", "invite"]
+INVITE_BYTES = 1024
+
+
+def check_major(hello: Hello) -> None:
+    """Refuse a peer that does not speak our major version, with a sentence that says who should update."""
+    if MAJOR not in hello.majors:
+        theirs = ", ".join(map(str, hello.majors))
+        raise Refused("version.unsupported", f"this learner speaks version {MAJOR} of the protocol, the node {theirs}")
+
+
+def check_allowlist(peer: str, *, allowed: Iterable[str]) -> None:
+    """Refuse a peer that is not on the list."""
+    if peer not in set(allowed):
+        raise Refused("node.allowlist", f"this run takes listed nodes only, and {peer} is not on the list")
+
+
+def open_invite(hello: Hello, *, run: str, learner: str) -> bytes:
+    """The token of a hello's invitation, once the learner's own signature on it has been checked."""
+    if hello.invite is None:
+        raise Refused("node.invite", "this run takes invited nodes only, and the join line has no invitation")
+    try:
+        envelope = Envelope.decode(hello.invite, limit=INVITE_BYTES)
+        body = envelope.open(run=run, kind="invite", signer=learner)
+        return Invite.decode(body, limit=INVITE_BYTES).token
+    except Refused as error:
+        raise Refused("node.invite", f"the invitation is not good: {error.detail}") from error
+
+
+def check_block(address: str, *, others: Iterable[str], most: int) -> None:
+    """Refuse one more peer from an address block (IPv4 /24, IPv6 /48) that has ``most`` already. Loopback is free."""
+    block = address_block(address)
+    if block is None:
+        return
+    if sum(1 for other in others if address_block(other) == block) >= most:
+        raise Refused("node.too_many", f"there are {most} nodes from {block} already")
+
+
+def address_block(address: str) -> str | None:
+    """The block that a multiaddr's host lies in; None for loopback and for what has no IP address."""
+    parts = address.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return None
+    try:
+        host = ipaddress.ip_address(parts[2])
+    except ValueError:
+        return None
+    if host.is_loopback:
+        return None
+    prefix = 24 if host.version == 4 else 48
+    return str(ipaddress.ip_network((host, prefix), strict=False))
+
+

@@ -1,0 +1,207 @@
+"""The audit loop (layer L5): rollouts drawn for audit are recomputed under the exact weights that they name.
+
+The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_learner.audit.verdict`). A rollout
+drawn for audit is consumed only after it passed. A hard failure ends in quarantine: everything of that node which is
+not consumed yet is void.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from rollmesh_learner.audit.verdict import (
+    AuditFigures,
+    Thresholds,
+    Verdict,
+    judge_rollout,
+    judge_window,
+    keep_recent,
+)
+from rollmesh_learner.book import Book
+from rollmesh_learner.discipline import Discipline
+from rollmesh_learner.groups import StoredRollout
+from rollmesh_learner.ledger import Ledger, Statement
+from rollmesh_learner.nodes import Nodes
+from rollmesh_peer.children.frames import Body
+from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_peer.faults import fault_point
+from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.identity import short
+
+_log = logging.getLogger("rollmesh.learner.audit")
+
+_AUDIT_S: Final = 600.0
+_MOST_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rollout to recompute, and the prompt that it answers (little-endian uint32 token ids)."""
+
+    rollout: StoredRollout
+    prompt: bytes
+
+
+class Auditor:
+    """Audits what is waiting, a batch of one root at a time. :meth:`wake` it when there may be something new."""
+
+    def __init__(
+        self,
+        *,
+        thresholds: Thresholds,
+        book: Book,
+        nodes: Nodes,
+        ledger: Ledger,
+        discipline: Discipline,
+        child: Supervisor,
+        image_of: Callable[[bytes], Path | None],
+    ) -> None:
+        self._thresholds = thresholds
+        self._book = book
+        self._nodes = nodes
+        self._ledger = ledger
+        self._discipline = discipline
+        self._child = child
+        self._image_of = image_of
+        self._work = trio.Event()
+        self._suspects: deque[Case] = deque()
+        self.done = 0
+        self.failed = 0
+        self.waiting_for = ""
+
+    def wake(self) -> None:
+        """There may be new rollouts in state ``auditing``."""
+        self._work.set()
+
+    def suspect(self, rollout: StoredRollout, *, prompt: bytes) -> None:
+        """Audit a rollout that was consumed already: its log-probabilities were further from ours than noise is."""
+        self._suspects.append(Case(rollout, prompt))
+        self.wake()
+
+    async def run(self, on_audited: trio.MemorySendChannel[None]) -> None:
+        """Audit for ever; a message on ``on_audited`` after each round."""
+        while True:
+            batch = self._next_batch()
+            if not batch:
+                self._work = trio.Event()
+                if not self._next_batch():
+                    await self._work.wait()
+                continue
+            try:
+                await self._audit(batch)
+            except ChildFailed as error:
+                self.waiting_for = f"audits wait: {error.detail}"
+                _log.warning("%s", self.waiting_for)
+                await trio.sleep(0.2)
+                continue
+            self.waiting_for = ""
+            try:
+                on_audited.send_nowait(None)
+            except trio.WouldBlock:
+                pass
+
+    def _next_batch(self) -> list[Case]:
+        """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects."""
+        batch: list[Case] = []
+        for rollout in self._book.pending("auditing"):
+            if not batch or rollout.root == batch[0].rollout.root:
+                batch.append(Case(rollout, self._book.groups[rollout.group_id].prompt.prompt))
+            if len(batch) == _MOST_AT_ONCE:
+                return batch
+        if not batch and self._suspects:
+            root = self._suspects[0].rollout.root
+            while self._suspects and self._suspects[0].rollout.root == root and len(batch) < _MOST_AT_ONCE:
+                batch.append(self._suspects.popleft())
+        return batch
+
+    async def _audit(self, batch: list[Case]) -> None:
+        image = self._image_of(batch[0].rollout.root)
+        if image is None:
+            await self._give_up(batch)
+            return
+        body: Body = {
+            "image": str(image),
+            "rollouts": [
+                {
+                    "key": position,
+                    "prompt": case.prompt,
+                    "tokens": case.rollout.tokens,
+                    "logprobs": case.rollout.logprobs,
+                    "seed": case.rollout.seed,
+                }
+                for position, case in enumerate(batch)
+            ],
+        }
+        async with self._child.use() as child:
+            answer = await child.call("audit", body, deadline_s=_AUDIT_S)
+        fault_point("audit.recomputed")
+        outcomes = answer["rollouts"]
+        if not isinstance(outcomes, list | tuple) or len(outcomes) != len(batch):
+            raise ChildFailed("the auditor answered with the wrong number of rollouts")
+        for case, outcome in zip(batch, outcomes, strict=True):
+            await self._decide(case.rollout, outcome)
+
+    async def _decide(self, rollout: StoredRollout, outcome: Body) -> None:
+        figures = AuditFigures(
+            tokens=rollout.num_tokens,
+            over_low=int(outcome["over_low"]),  # type: ignore[call-overload]
+            over_high=int(outcome["over_high"]),  # type: ignore[call-overload]
+            over_any=int(outcome["over_any"]),  # type: ignore[call-overload]
+            largest=float(outcome["largest"]),  # type: ignore[arg-type]
+        )
+        self.done += 1
+        verdict, why = judge_rollout(figures, self._thresholds)
+        code = "result.sampling"
+        node = self._nodes.get(rollout.node)
+        if node is not None and verdict == "pass":
+            node.recent_margins.append((figures.tokens, figures.over_low, figures.over_high))
+            keep_recent(node.recent_margins, self._thresholds)
+            verdict, why = judge_window(node.recent_margins, self._thresholds)
+            if verdict == "soft":
+                node.recent_margins.clear()
+                code = "result.drift"
+        record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")
+        self._nodes.set_record(rollout.node, record)
+        statements = [_insert_audit(rollout, figures, verdict)]
+        if verdict == "hard":
+            self.failed += 1
+            await self._ledger.commit(*statements)
+            _log.warning("audit of %s failed: %s", short(rollout.node), why)
+            await self._discipline.offend(rollout.node, code, detail=why, rollouts=1)
+            return
+        exact = outcome["exact_logprobs"]
+        if not isinstance(exact, bytes) or len(exact) != len(rollout.logprobs):
+            raise ChildFailed("the auditor's log-probabilities do not fit the rollout")
+        statements += self._book.pass_audit(rollout.key, exact)
+        await self._ledger.commit(*statements)
+        if verdict == "soft":
+            await self._discipline.offend(rollout.node, code, detail=why, rollouts=0)
+
+    async def _give_up(self, batch: list[Case]) -> None:
+        """The weights are gone, so nobody can say whether the work is honest: it is not used."""
+        _log.warning("%d rollouts cannot be audited: their weights are no longer kept", len(batch))
+        statements: list[Statement] = []
+        for case in batch:
+            if self._book.rollout(case.rollout.key) is not case.rollout:
+                continue
+            statements += self._book.give_up(case.rollout, "orphaned", now=trio.current_time())
+        await self._ledger.commit(*statements)
+
+
+def _insert_audit(rollout: StoredRollout, figures: AuditFigures, verdict: Verdict) -> Statement:
+    return Statement(
+        "INSERT OR REPLACE INTO audits (lease_id, sample, node, verdict, tokens, over_half, over_one, over_three,"
+        " largest, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            rollout.lease_id, rollout.sample, rollout.node, verdict, figures.tokens, figures.over_low,
+            figures.over_high, figures.over_any, figures.largest, time.time(),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,352 @@
+"""The book of work: which sample is open, leased or filled, by whom, and what may be ordered or trained on next.
+
+A pure state machine. Methods take the time as an argument, change the state, and return the statements that make the
+change durable; the caller commits them before anyone outside hears of it. The rules:
+
+- A sample is filled by at most one rollout, and a group is trained on at most once.
+- A batch takes complete groups in the order in which they were leased, never in order of completion, because
+  completion order favours short answers.
+- A group whose oldest rollout would be older than S when consumed is dropped whole.
+- No more groups are ordered than can still be consumed within S (:mod:`rollmesh_protocol.staleness`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rollmesh_learner import rows
+from rollmesh_learner.groups import (
+    Group,
+    LeaseRecord,
+    LeaseState,
+    Prompt,
+    RolloutKey,
+    RolloutState,
+    Sample,
+    StoredRollout,
+    Tally,
+)
+from rollmesh_learner.ledger import Statement
+from rollmesh_protocol.messages import Head
+from rollmesh_protocol.staleness import age, group_budget
+
+RELEASE_DELAY_S = 10.0
+"""How long a sample waits for another node after the one that had it failed; then the same node may try again."""
+KEPT_LEASES = 20_000
+"""Ended leases remembered in memory, so that a result sent again finds its receipt; older ones are in the ledger."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the operator fixed: steps of the run, staleness S, and the shape of a batch."""
+
+    steps: int
+    staleness: int
+    groups_per_step: int
+    samples_per_group: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What may be leased to one node now: some open samples of one group."""
+
+    group: Group
+    indices: tuple[int, ...]
+    is_new: bool
+
+
+class Book:
+    """The state of all work of a run."""
+
+    def __init__(self, rules: Rules, *, next_group: int = 0, next_step: int = 0) -> None:
+        self.rules = rules
+        self.next_group = next_group
+        """The id of the next new group: ids are never used twice, and each is also an index into the prompts."""
+        self.next_step = next_step
+        """The lowest step whose batch is not yet assembled."""
+        self.groups: dict[int, Group] = {}
+        """Live groups only, by id; in order of their first lease, because ids grow."""
+        self.leases: dict[bytes, LeaseRecord] = {}
+        self.prompts: deque[Prompt] = deque()
+        """Prompts made in advance for the groups from ``next_group`` on."""
+        self.tally = Tally()
+        self._ended: deque[bytes] = deque()
+        self._rollouts: dict[RolloutKey, StoredRollout] = {}
+
+    # --- leasing -----------------------------------------------------------------------------------------------------
+    def budget(self, held: Head) -> int:
+        """How many new groups may be ordered under the weights of ``held``."""
+        rules = self.rules
+        within_staleness = group_budget(
+            head_step=held.step,
+            next_step=self.next_step,
+            staleness=rules.staleness,
+            groups_per_step=rules.groups_per_step,
+            open_groups=len(self.groups),
+        )
+        left_in_run = (rules.steps - self.next_step) * rules.groups_per_step - len(self.groups)
+        return max(0, min(within_staleness, left_in_run))
+
+    def offers(self, node: str, *, held: Head, samples: int, groups: int, now: float) -> list[Offer]:
+        """Up to ``groups`` pieces of work of together at most ``samples`` samples that ``node`` may have now.
+
+        Open samples of groups that are under way come first, oldest group first: they hold a batch up.
+        """
+        offers: list[Offer] = []
+        if not self.is_young(held.step):
+            return []
+        for group in self.groups.values():
+            if len(offers) >= groups:
+                return offers
+            free = [s.index for s in group.samples if s.state == "open" and _may_have(s, node, now)]
+            free = free[: max(0, samples)]
+            if free:
+                offers.append(Offer(group, tuple(free), is_new=False))
+                samples -= len(free)
+        new_groups = self.budget(held)
+        size = self.rules.samples_per_group
+        while len(offers) < groups and new_groups > 0 and samples >= size and self.prompts:
+            group = Group(self.next_group, self.prompts.popleft(), [Sample(i) for i in range(size)])
+            self.next_group += 1
+            self.groups[group.group_id] = group
+            offers.append(Offer(group, tuple(range(size)), is_new=True))
+            new_groups -= 1
+            samples -= size
+        return offers
+
+    def lease(self, offer: Offer, record: LeaseRecord, *, wall_time: float) -> list[Statement]:
+        """``record`` is given out for ``offer``."""
+        for index in record.indices:
+            sample = offer.group.samples[index]
+            sample.state = "leased"
+            sample.lease_id = record.lease_id
+        self.leases[record.lease_id] = record
+        self.tally.leased += len(record.indices)
+        statements = [rows.insert_group(offer.group)] if offer.is_new else []
+        return [*statements, rows.insert_lease(record, wall_time=wall_time)]
+
+    def outstanding(self, node: str) -> int:
+        """Samples that ``node`` holds on open leases."""
+        return sum(len(lease.indices) for lease in self.leases.values() if lease.node == node and lease.state == "open")
+
+    def end_lease(self, lease: LeaseRecord, state: LeaseState, *, now: float) -> list[Statement]:
+        """An open lease is over without a result (returned, expired, void); its unfilled samples are open again."""
+        if lease.state != "open":
+            return []
+        lease.state = state
+        if state == "returned":
+            self.tally.returned += len(lease.indices)
+        elif state == "expired":
+            self.tally.expired += len(lease.indices)
+        self._reopen(lease, now=now)
+        self._remember_ended(lease)
+        return [rows.end_lease(lease.lease_id, lease.state)]
+
+    def expired(self, now: float) -> list[LeaseRecord]:
+        """Open leases whose time is over."""
+        return [lease for lease in self.leases.values() if lease.state == "open" and now >= lease.expires_at]
+
+    def _reopen(self, lease: LeaseRecord, *, now: float) -> None:
+        group = self.groups.get(lease.group_id)
+        if group is None:
+            return
+        for index in lease.indices:
+            sample = group.samples[index]
+            if sample.state == "leased" and sample.lease_id == lease.lease_id:
+                sample.reopen(not_for=lease.node, until=now + RELEASE_DELAY_S)
+
+    def _remember_ended(self, lease: LeaseRecord) -> None:
+        self._ended.append(lease.lease_id)
+        while len(self._ended) > KEPT_LEASES:
+            self.leases.pop(self._ended.popleft(), None)
+
+    # --- results -----------------------------------------------------------------------------------------------------
+    def refuse(self, lease: LeaseRecord, *, digest: bytes, receipt: bytes, now: float) -> list[Statement]:
+        """The result for ``lease`` was refused; its samples are open again."""
+        was_open = lease.state == "open"
+        lease.state = "refused"
+        lease.result_digest, lease.receipt = digest, receipt
+        self.tally.rejected += len(lease.indices)
+        if was_open:
+            self._reopen(lease, now=now)
+            self._remember_ended(lease)
+        return [rows.update_lease(lease)]
+
+    def wanted(self, lease: LeaseRecord) -> tuple[int, ...]:
+        """The sample indices of ``lease`` that a result can still fill: unfilled, and young enough."""
+        group = self.groups.get(lease.group_id)
+        if group is None or lease.state == "void" or not self.is_young(lease.step):
+            return ()
+        return tuple(index for index in lease.indices if group.samples[index].state != "filled")
+
+    def is_young(self, step: int) -> bool:
+        """True when work made with the weights of ``step`` could still be consumed."""
+        return age(consuming_step=self.next_step, weights_step=step) <= self.rules.staleness
+
+    def fill(
+        self, lease: LeaseRecord, rollouts: Sequence[StoredRollout], *, digest: bytes, receipt: bytes, wall_time: float
+    ) -> list[Statement]:
+        """``rollouts`` (all :meth:`wanted`) are accepted as the result of ``lease``."""
+        late = lease.state != "open"
+        lease.state = "done"
+        lease.result_digest, lease.receipt = digest, receipt
+        if not late:
+            self._remember_ended(lease)
+        group = self.groups.get(lease.group_id)
+        for rollout in rollouts:
+            if group is None:
+                raise ValueError("a rollout for a group that is not live")
+            sample = group.samples[rollout.sample]
+            sample.state = "filled"
+            sample.lease_id = rollout.lease_id
+            sample.rollout = rollout
+            self._rollouts[rollout.key] = rollout
+        self.tally.accepted += len(rollouts)
+        if late:
+            self.tally.late += len(rollouts)
+        return [rows.update_lease(lease), *(rows.insert_rollout(r, wall_time=wall_time) for r in rollouts)]
+
+    def rollout(self, key: RolloutKey) -> StoredRollout | None:
+        """A rollout that is not consumed or given up yet."""
+        return self._rollouts.get(key)
+
+    def score(self, key: RolloutKey, reward: float, *, error: str | None) -> list[Statement]:
+        """The reward of a rollout is known."""
+        rollout = self._rollouts.get(key)
+        if rollout is None or rollout.state != "scoring":
+            return []
+        rollout.reward = reward
+        rollout.state = "auditing" if rollout.drawn else "ready"
+        return [rows.update_rollout(rollout, score_error=error)]
+
+    def pass_audit(self, key: RolloutKey, exact_logprobs: bytes) -> list[Statement]:
+        """The audit of a rollout found nothing; its exact log-probabilities are known now."""
+        rollout = self._rollouts.get(key)
+        if rollout is None or rollout.state != "auditing":
+            return []
+        rollout.exact_logprobs = exact_logprobs
+        rollout.state = "ready"
+        return [rows.update_rollout(rollout)]
+
+    def void_node(self, node: str, *, now: float) -> list[Statement]:
+        """Nothing of ``node`` that is not yet assigned to a step counts any more; its samples are open again."""
+        statements: list[Statement] = []
+        for lease in [lease for lease in self.leases.values() if lease.node == node]:
+            statements += self.end_lease(lease, "void", now=now)
+        for rollout in [r for r in self._rollouts.values() if r.node == node]:
+            if rollout.state in ("scoring", "auditing", "ready"):
+                statements += self.give_up(rollout, "void", now=now)
+        return statements
+
+    def give_up(self, rollout: StoredRollout, state: RolloutState, *, now: float) -> list[Statement]:
+        """``rollout`` will not be trained on; its sample is open again where its group is still live."""
+        rollout.state = state
+        self._rollouts.pop(rollout.key, None)
+        self.tally.tokens_wasted += rollout.num_tokens
+        if state == "void":
+            self.tally.void += 1
+        elif state == "orphaned":
+            self.tally.orphaned += 1
+        group = self.groups.get(rollout.group_id)
+        if group is not None and group.samples[rollout.sample].rollout is rollout:
+            group.samples[rollout.sample].reopen(not_for=rollout.node, until=now + RELEASE_DELAY_S)
+        return rows.end_rollouts([rollout], rollout.state)
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+    def drop_stale(self) -> list[Statement]:
+        """Drop whole every live group that can no longer be consumed within S."""
+        statements: list[Statement] = []
+        for group in list(self.groups.values()):
+            oldest = group.oldest_step
+            if oldest is None or self.is_young(oldest):
+                continue
+            group.state = "dropped"
+            del self.groups[group.group_id]
+            self.tally.groups_dropped += 1
+            statements.append(rows.update_group(group, why=f"its oldest weights are of step {oldest}"))
+            for sample in group.samples:
+                if sample.rollout is not None:
+                    sample.rollout.state = "stale"
+                    self._rollouts.pop(sample.rollout.key, None)
+                    self.tally.stale += 1
+                    self.tally.tokens_wasted += sample.rollout.num_tokens
+                    statements += rows.end_rollouts([sample.rollout], "stale")
+        return statements
+
+    def batch_is_ready(self) -> bool:
+        """True when the first groups in lease order, as many as a step takes, are all complete."""
+        first = self._first_groups()
+        return len(first) == self.rules.groups_per_step and all(group.is_complete for group in first)
+
+    def waits_for(self) -> str:
+        """In words, what the next batch still lacks."""
+        first = self._first_groups()
+        counts = {"open": 0, "leased": 0, "scoring": 0, "auditing": 0}
+        for sample in (sample for group in first for sample in group.samples):
+            if sample.rollout is None:
+                counts[sample.state] += 1
+            elif sample.rollout.state in counts:
+                counts[sample.rollout.state] += 1
+        missing = self.rules.groups_per_step - len(first)
+        words = [f"{count} samples {name}" for name, count in counts.items() if count]
+        if missing:
+            words.append(f"{missing} groups not leased yet")
+        return f"the batch of step {self.next_step} lacks: {', '.join(words) or 'nothing'}"
+
+    def assemble(self, *, wall_time: float) -> tuple[list[Group], list[Statement]]:
+        """Take the next batch and assign it to ``next_step``, which moves on. Call when :meth:`batch_is_ready`."""
+        batch = self._first_groups()
+        step = self.next_step
+        self.next_step += 1
+        statements = [rows.insert_step(step, wall_time=wall_time)]
+        for group in batch:
+            group.state = "assigned"
+            del self.groups[group.group_id]
+            statements.append(rows.update_group(group, step=step))
+            rollouts = [sample.rollout for sample in group.samples if sample.rollout is not None]
+            statements += rows.assign_rollouts(rollouts, step=step)
+            for rollout in rollouts:
+                rollout.state = "assigned"
+                self._rollouts.pop(rollout.key, None)
+                self.tally.consumed += 1
+                how_old = age(consuming_step=step, weights_step=rollout.step)
+                self.tally.ages[how_old] = self.tally.ages.get(how_old, 0) + 1
+        return batch, statements
+
+    def pending(self, state: RolloutState) -> Iterable[StoredRollout]:
+        """Rollouts in ``state`` ('scoring' or 'auditing'), in group order."""
+        for group in self.groups.values():
+            for sample in group.samples:
+                if sample.rollout is not None and sample.rollout.state == state:
+                    yield sample.rollout
+
+    def clear(self, *, next_group: int, next_step: int) -> None:
+        """Forget all work; what the ledger still knows of it is then put back group by group."""
+        self.groups.clear()
+        self.leases.clear()
+        self.prompts.clear()
+        self._ended.clear()
+        self._rollouts.clear()
+        self.next_group = next_group
+        self.next_step = next_step
+
+    def put_back(self, group: Group) -> None:
+        """A live group found in the ledger at a restart. Groups must come in order of their ids."""
+        self.groups[group.group_id] = group
+        for sample in group.samples:
+            if sample.rollout is not None:
+                self._rollouts[sample.rollout.key] = sample.rollout
+
+    def _first_groups(self) -> list[Group]:
+        first: list[Group] = []
+        for group in self.groups.values():
+            first.append(group)
+            if len(first) == self.rules.groups_per_step:
+                break
+        return first
+
+
+def _may_have(sample: Sample, node: str, now: float) -> bool:
+    return sample.not_for != node or now >= sample.not_for_until

@@ -1,0 +1,321 @@
+"""What an operator may set of a run: one small model for each component, which gets its own and no other.
+
+Numbers that follow from others are not here (budgets of leases, deadlines of requests: see ``staleness`` and
+``limits``). Sections that belong together are checked against each other in :class:`LearnerConfig` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from rollmesh_peer.config import Located, Section, Unit, load
+from rollmesh_peer.config.addresses import Address, PeerId
+from rollmesh_protocol import limits
+
+PREFIX: Final = "ROLLMESH_LEARNER"
+"""Environment variables that override the file begin with this and two underscores."""
+
+Share = Annotated[float, Unit("share of 1"), Field(ge=0, le=1)]
+Nats = Annotated[float, Unit("nats"), Field(gt=0, le=100)]
+Threads = Annotated[int, Unit("threads"), Field(ge=0, le=1024)]
+
+
+class Run(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    """What people call the run: small letters, digits and dashes."""
+    folder: Annotated[Path | None, Located()] = None
+    """Where the run's key, ledger, checkpoints and published weights lie; unset: runs/<name> in the data folder."""
+    seed: Annotated[int, Unit("any number"), Field(ge=0, lt=2**63)] = 0
+    """Decides the order of tasks and every other choice of the learner that is not secret."""
+    steps: Annotated[int, Unit("optimiser steps"), Field(ge=1, le=10_000_000)] = 1000
+    """The run ends by itself after this many steps."""
+    resume: bool = True
+    """Go on from the last checkpoint in the folder; false refuses to start where there is one."""
+
+
+class Network(Section):
+    """Where the learner is reached."""
+
+    listen: Annotated[tuple[Address, ...], Field(min_length=1, max_length=8)] = ("/ip4/0.0.0.0/tcp/4700",)
+    """Addresses that the learner listens on."""
+    announce: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
+    """Addresses put into the join line, where they differ from those it listens on (a router that forwards a port)."""
+    max_nodes: Annotated[int, Unit("nodes"), Field(ge=1, le=limits.MAX_LEARNER_CONNECTIONS)] = 256
+    """Nodes that may take part at one time; the next one is told that the run is full."""
+
+
+class Admission(Section):
+    """Who may take part."""
+
+    mode: Literal["open", "allowlist", "invite"] = "open"
+    """Everybody, the peers listed in allow, or whoever holds an invitation that was not used yet."""
+    allow: Annotated[tuple[PeerId, ...], Field(max_length=100_000)] = ()
+    """Peer ids admitted in mode allowlist, as `rollmesh node id` prints them."""
+    per_block: Annotated[int, Unit("nodes"), Field(ge=1, le=100_000)] = limits.MAX_CONNECTIONS_PER_BLOCK
+    """Nodes admitted from one block of addresses (/24 of IPv4, /48 of IPv6); loopback is not counted."""
+
+    @model_validator(mode="after")
+    def _has_somebody(self) -> Self:
+        if (self.mode == "allowlist") != bool(self.allow):
+            raise ValueError("mode allowlist and a list in allow go together: set both or neither")
+        return self
+
+
+class Model(Section):
+    """The model that is trained."""
+
+    source: Annotated[str, Field(min_length=1, max_length=1024), Located(unless=("gguf:", "hub:"))]
+    """The base model: a folder in Hugging Face format, hub:<owner>/<name>, or gguf:<Python package that ships one>."""
+    cache: Annotated[Path | None, Located()] = None
+    """Where base models are kept once they are converted; unset: models in the data folder."""
+
+
+class Environment(Section):
+    """A source of tasks: prompts, and rewards for answers."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    """A built-in environment, or reasoning-gym:<data set>."""
+    weight: Annotated[float, Unit("relative frequency"), Field(gt=0, le=1e6)] = 1.0
+    """How often its tasks are drawn, relative to the other environments."""
+    params: dict[str, JsonValue] = Field(default_factory=dict)
+    """Parameters of the environment; it refuses those that it does not know."""
+
+
+class Rollouts(Section):
+    """What one optimiser step is made of, and how old it may be."""
+
+    groups_per_step: Annotated[int, Unit("prompts"), Field(ge=1, le=65_536)] = 8
+    """Prompts of one step; each becomes a group."""
+    samples_per_group: Annotated[int, Unit("rollouts"), Field(ge=2, le=limits.MAX_SAMPLES_PER_GROUP)] = 8
+    """Rollouts of each prompt; their advantages are relative to each other."""
+    max_prompt_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_PROMPT_TOKENS)] = 1024
+    """Tasks whose prompt is longer are passed over."""
+    max_new_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = 256
+    """Length at which a completion is cut."""
+    staleness: Annotated[int, Unit("steps"), Field(ge=0, le=64)] = 2
+    """S: a rollout is trained on only if the weights that made it are at most this many steps old; 0 is synchronous."""
+    publish_every: Annotated[int, Unit("steps"), Field(ge=1, le=64)] = 1
+    """kappa: steps between two published versions of the weights."""
+    temperature: Annotated[float, Unit("ratio")] = 1.0
+    """Must be 1: log-probabilities are recomputed from the model as it is."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_one(cls, temperature: float) -> float:
+        if temperature != 1:
+            raise ValueError("must be 1: at other temperatures an engine's log-probabilities cannot be recomputed")
+        return temperature
+
+    @model_validator(mode="after")
+    def _can_be_fresh(self) -> Self:
+        if self.publish_every > self.staleness + 1:
+            raise ValueError(
+                f"publish_every = {self.publish_every} needs a staleness of at least {self.publish_every - 1}: "
+                "before the next publication every rollout would be too old"
+            )
+        return self
+
+
+class Leases(Section):
+    """How work is handed out."""
+
+    min_duration_s: Annotated[float, Unit("seconds"), Field(ge=1, le=limits.MAX_LEASE_S)] = 30.0
+    """The shortest time that a node gets for a lease."""
+    max_duration_s: Annotated[float, Unit("seconds"), Field(ge=1, le=limits.MAX_LEASE_S)] = 600.0
+    """The longest one; between the two, it is what the node's measured speed asks for."""
+    groups_at_most: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 4
+    """Groups given to one node in one answer."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min_duration_s > self.max_duration_s:
+            raise ValueError("min_duration_s must not exceed max_duration_s")
+        return self
+
+
+class Training(Section):
+    """The objective and the optimiser (AdamW with fp32 masters)."""
+
+    learning_rate: Annotated[float, Unit("per step"), Field(gt=0, le=1)] = 1e-6
+    """Step size after the warm-up."""
+    beta1: Annotated[float, Unit("ratio"), Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of the gradients."""
+    beta2: Annotated[float, Unit("ratio"), Field(ge=0, lt=1)] = 0.999
+    """Decay of the mean of their squares."""
+    eps: Annotated[float, Unit("gradient"), Field(gt=0, le=1)] = 1e-8
+    """Added to the root of that mean."""
+    weight_decay: Annotated[float, Unit("per unit of learning rate"), Field(ge=0, le=10)] = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Unit("steps"), Field(ge=0, le=1_000_000)] = 0
+    """Steps in which the learning rate rises linearly to its value."""
+    max_grad_norm: Annotated[float, Unit("gradient norm"), Field(gt=0, le=1e6)] = 1.0
+    """Larger gradients are scaled down to this norm."""
+    clip_low: Annotated[float, Unit("ratio"), Field(gt=0, lt=1)] = 0.2
+    """The probability ratio of new to old policy is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Unit("ratio"), Field(gt=0, le=10)] = 0.2
+    """The same ratio is clipped above 1 + clip_high."""
+    tis_cap: Annotated[float, Unit("ratio"), Field(ge=1, le=100)] = 2.0
+    """Cap of the truncated importance weight between the policy at the start of the step and the one that sampled."""
+    kl_coefficient: Annotated[float, Unit("ratio"), Field(ge=0, le=10)] = 0.0
+    """Weight of the penalty for leaving the base model; 0 keeps no base model in memory."""
+    advantage_scale: Literal["group_std", "none"] = "group_std"
+    """Divide a group's advantages by the standard deviation of its rewards, or leave them."""
+    microbatch_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=4_194_304)] = 8192
+    """Prompt and completion tokens of one forward and backward pass; bounds memory, changes no result."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes; auto takes the GPU where there is one."""
+    threads: Threads = 0
+    """Threads of the trainer on a CPU; 0 leaves the choice to torch."""
+    checkpoint_every: Annotated[int, Unit("steps"), Field(ge=1, le=100_000)] = 5
+    """Steps between two checkpoints; steps after the last one are done again after a crash."""
+    checkpoints_kept: Annotated[int, Unit("checkpoints"), Field(ge=1, le=1000)] = 2
+    """Older checkpoints are deleted."""
+
+
+class Audit(Section):
+    """Recomputation of rollouts under the exact weights that they claim. Margins: see the design of trust."""
+
+    enabled: bool = True
+    """False trusts every node: for runs whose nodes are all your own."""
+    rate_new: Share = 1.0
+    """Probability that a rollout of a new node is recomputed."""
+    rate_probation: Share = 0.5
+    """The same for a node on probation."""
+    rate_steady: Share = 0.03
+    """The same, on average, for a node in good standing; telling rollouts are drawn more often."""
+    new_rollouts: Annotated[int, Unit("rollouts"), Field(ge=0, le=100_000)] = 10
+    """Audited rollouts after which a node is no longer new."""
+    probation_rollouts: Annotated[int, Unit("rollouts"), Field(ge=0, le=100_000)] = 50
+    """Audited rollouts after which probation ends."""
+    margin_hard: Nats = 3.0
+    """One token whose margin exceeds this fails the node at once."""
+    margin_high: Nats = 1.0
+    """Tokens above this margin are counted towards the next two limits."""
+    margin_soft: Nats = 0.5
+    """Tokens above this margin are counted towards the soft limit."""
+    high_per_rollout: Annotated[int, Unit("tokens"), Field(ge=1, le=1000)] = 3
+    """Tokens above margin_high in one rollout that fail the node."""
+    window_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=10_000_000)] = 200
+    """A node's last audited tokens over which shares are taken, and the fewest that are judged."""
+    high_share: Share = 0.01
+    """Share of the window above margin_high beyond which the node fails."""
+    soft_share: Share = 0.01
+    """Share of the window above margin_soft beyond which the node's good record is halved."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the auditor computes."""
+    threads: Threads = 0
+    """Threads of the auditor on a CPU; 0 leaves the choice to torch."""
+
+
+class Trust(Section):
+    """Bounds on the log-probabilities that nodes report, compared with the learner's own."""
+
+    delta: Nats = 0.3
+    """Where a rollout is not audited, its log-probabilities count only within this distance of the learner's."""
+    median_ratio_error: Annotated[float, Unit("ratio"), Field(gt=0, le=10)] = 0.10
+    """A rollout is audited if the median of exp(abs(difference)) - 1 exceeds this."""
+    max_kl: Nats = 0.1
+    """A rollout is audited if the mean k3 estimate of the divergence exceeds this."""
+    min_token_ratio: Annotated[float, Unit("ratio"), Field(gt=0, lt=1)] = 1e-4
+    """A rollout is audited if one token's probability ratio is below this."""
+
+
+class Weights(Section):
+    """How versions of the weights are published and kept."""
+
+    anchor_every: Annotated[int, Unit("versions"), Field(ge=1, le=1_000_000)] = 64
+    """Versions between two whole snapshots for those who join late."""
+    patch_chunk_kib: Annotated[int, Unit("KiB"), Field(ge=4, le=1024)] = limits.PATCH_CHUNK_BYTES // limits.KIB
+    """Size of the pieces in which patches travel."""
+    anchor_chunk_kib: Annotated[int, Unit("KiB"), Field(ge=4, le=1024)] = limits.ANCHOR_CHUNK_BYTES // limits.KIB
+    """Size of the pieces in which whole snapshots travel."""
+    keep_versions: Annotated[int, Unit("versions"), Field(ge=1, le=1_000_000)] = 256
+    """Published patches that are kept for nodes that slept."""
+    ram_folder: Annotated[Path, Located()] = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
+    """A folder in memory, in which the learner makes a private one for weights; if it is missing, the run's folder."""
+
+
+class Scoring(Section):
+    """The child processes in which answers are scored."""
+
+    timeout_s: Annotated[float, Unit("seconds"), Field(gt=0, le=600)] = 5.0
+    """An answer whose scorer takes longer gets no reward."""
+    memory_mb: Annotated[int, Unit("MB"), Field(ge=64, le=1_048_576)] = 1024
+    """Memory that a scorer may use."""
+    allow_text_evaluation: bool = False
+    """Also take data sets whose scorer runs the answer as code. Strangers write the answers."""
+
+
+class Status(Section):
+    """What strangers may see."""
+
+    public: bool = True
+    """Answer `rollmesh status --join ...` from anywhere; false: this machine's owner and admitted nodes only."""
+
+
+class Log(Section):
+    """The learner's log, on stderr."""
+
+    format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object a line."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important lines that are written."""
+
+
+class LearnerConfig(Section):
+    """A run's whole configuration."""
+
+    run: Run
+    """The run as a whole."""
+    network: Network = Network()
+    """Where the learner is reached."""
+    admission: Admission = Admission()
+    """Who may take part."""
+    model: Model
+    """The model that is trained."""
+    environments: Annotated[tuple[Environment, ...], Field(min_length=1, max_length=256)]
+    """Where tasks come from; one table for each environment."""
+    rollouts: Rollouts = Rollouts()
+    """What one optimiser step is made of, and how old it may be."""
+    leases: Leases = Leases()
+    """How work is handed out."""
+    training: Training = Training()
+    """The objective and the optimiser (AdamW with fp32 masters)."""
+    audit: Audit = Audit()
+    """Recomputation of rollouts under the exact weights that they claim."""
+    trust: Trust = Trust()
+    """Bounds on the log-probabilities that nodes report, compared with the learner's own."""
+    weights: Weights = Weights()
+    """How versions of the weights are published and kept."""
+    scoring: Scoring = Scoring()
+    """The child processes in which answers are scored."""
+    status: Status = Status()
+    """What strangers may see."""
+    log: Log = Log()
+    """The learner's log, on stderr."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        longest = self.rollouts.max_prompt_tokens + self.rollouts.max_new_tokens
+        if self.training.microbatch_tokens < longest:
+            raise ValueError(
+                f"training.microbatch_tokens = {self.training.microbatch_tokens} cannot hold one rollout of "
+                f"rollouts.max_prompt_tokens + rollouts.max_new_tokens = {longest} tokens"
+            )
+        if self.weights.keep_versions < self.rollouts.staleness + 2:
+            raise ValueError(
+                f"weights.keep_versions = {self.weights.keep_versions} must be at least "
+                f"rollouts.staleness + 2 = {self.rollouts.staleness + 2}: auditors move between recent versions"
+            )
+        return self
+
+
+def load_config(path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str]) -> LearnerConfig:
+    """A run's configuration from its file, ``ROLLMESH_LEARNER__...`` and ``--set``; UsageError says what is wrong."""
+    return load(LearnerConfig, path=path, overrides=overrides, environ=environ, prefix=PREFIX)

@@ -1,0 +1,46 @@
+"""What follows an offence: the record changes, is written down, and a node in quarantine loses all that is not consumed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import trio
+
+from rollmesh_learner import rows
+from rollmesh_learner.book import Book
+from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.nodes import Nodes
+from rollmesh_protocol.identity import short
+
+_log = logging.getLogger("rollmesh.learner.standing")
+
+
+class Discipline:
+    """Applies :mod:`rollmesh_learner.standing` to the book and the ledger."""
+
+    def __init__(self, *, book: Book, nodes: Nodes, ledger: Ledger, on_quarantine: Callable[[str], None]) -> None:
+        self._book = book
+        self._nodes = nodes
+        self._ledger = ledger
+        self._on_quarantine = on_quarantine
+
+    async def offend(self, peer: str, code: str, *, detail: str, rollouts: int) -> None:
+        """``peer`` did something wrong; ``rollouts`` of its samples were refused for it."""
+        before = self._nodes.record_of(peer)
+        record = before.offend(code, rollouts=rollouts, detail=detail)
+        self._nodes.set_record(peer, record)
+        node = self._nodes.get(peer)
+        name = node.name if node else short(peer)
+        wall_time = time.time()
+        statements = [
+            rows.put_node(peer, name=name, record=record, wall_time=wall_time),
+            rows.insert_offence(peer, code=code, detail=detail, wall_time=wall_time),
+        ]
+        _log.info("%s: %s (%s)", short(peer), code, detail)
+        if record.is_quarantined and not before.is_quarantined:
+            _log.warning("%s is out of the run: %s", short(peer), record.quarantined_for)
+            statements += self._book.void_node(peer, now=trio.current_time())
+            self._on_quarantine(peer)
+        await self._ledger.commit(*statements)

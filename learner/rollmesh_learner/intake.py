@@ -1,0 +1,218 @@
+"""Where results come in (layers L0 to L3), and the only way by which a rollout gets into the book.
+
+A receipt is sent only after the ledger has it. The same bytes sent again get the stored receipt; other bytes for the
+same lease are an offence. Nothing in the body is parsed before its signature has been checked against the peer that
+Noise authenticated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+from blake3 import blake3
+
+from rollmesh_learner import rows
+from rollmesh_learner.audit.draw import is_drawn
+from rollmesh_learner.book import Book
+from rollmesh_learner.discipline import Discipline
+from rollmesh_learner.groups import LeaseRecord, StoredRollout
+from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.nodes import Node, Nodes
+from rollmesh_learner.standing import audit_rate
+from rollmesh_learner.versions import Versions
+from rollmesh_peer.faults import fault_point
+from rollmesh_protocol import limits
+from rollmesh_protocol.envelope import Envelope
+from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.identity import short
+from rollmesh_protocol.lease import Lease, LeasedSample, seed_of
+from rollmesh_protocol.messages import Receipt
+from rollmesh_protocol.rollout import Result, Rollout, check_result
+
+_log = logging.getLogger("rollmesh.learner.intake")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntakeTerms:
+    """What a result is checked against."""
+
+    run: str
+    seed_key: bytes
+    audit_key: bytes
+    vocabulary: int
+    stop_tokens: frozenset[int]
+    max_new_tokens: int
+
+
+class Intake:
+    """Answers the ``submit`` stream."""
+
+    def __init__(
+        self,
+        terms: IntakeTerms,
+        *,
+        book: Book,
+        nodes: Nodes,
+        versions: Versions,
+        ledger: Ledger,
+        discipline: Discipline,
+        on_accepted: Callable[[], None],
+    ) -> None:
+        self._terms = terms
+        self._book = book
+        self._nodes = nodes
+        self._versions = versions
+        self._ledger = ledger
+        self._discipline = discipline
+        self._on_accepted = on_accepted
+        self._in_commit: dict[bytes, trio.Event] = {}
+
+    async def submit(self, peer: str, request: bytes) -> bytes:
+        """One sealed :class:`Result` and its :class:`Receipt`."""
+        node = self._nodes.admitted(peer)
+        node.last_seen = trio.current_time()
+        try:
+            body = Envelope.decode(request, limit=limits.RESULT_BYTES, code="result.schema").open(
+                run=self._terms.run, kind="result", signer=peer
+            )
+        except Refused as error:
+            code = error.code if error.code == "result.schema" else "result.signature"
+            raise await self._offence(node, Refused(code, error.detail), rollouts=0) from error
+        try:
+            result = Result.decode(body, limit=limits.RESULT_BYTES, code="result.schema")
+        except Refused as error:
+            raise await self._offence(node, Refused("result.schema", error.detail), rollouts=0) from error
+        return await self._receive(node, result, digest=blake3(body).digest())
+
+    async def _receive(self, node: Node, result: Result, *, digest: bytes) -> bytes:
+        while result.lease_id in self._in_commit:
+            await self._in_commit[result.lease_id].wait()
+        lease = self._book.leases.get(result.lease_id) or await self._recall(result.lease_id)
+        if lease is None:
+            raise await self._offence(node, Refused("lease.unknown"), rollouts=0)
+        if lease.node != node.peer:
+            raise await self._offence(node, Refused("lease.other_node"), rollouts=0)
+        if lease.receipt is not None:
+            if lease.result_digest == digest:
+                return lease.receipt
+            raise await self._offence(node, Refused("lease.reused"), rollouts=len(lease.indices))
+        done = self._in_commit[lease.lease_id] = trio.Event()
+        try:
+            return await self._decide(node, lease, result, digest=digest)
+        finally:
+            del self._in_commit[lease.lease_id]
+            done.set()
+
+    async def _decide(self, node: Node, lease: LeaseRecord, result: Result, *, digest: bytes) -> bytes:
+        now = trio.current_time()
+        try:
+            rollouts = check_result(
+                result,
+                self._as_message(lease),
+                vocabulary=self._terms.vocabulary,
+                stop_tokens=self._terms.stop_tokens,
+            )
+        except Refused as error:
+            return await self._refuse(node, lease, error, digest=digest, now=now)
+        wanted = set(self._book.wanted(lease))
+        stored = [self._to_store(r, node, lease) for r in rollouts if r.index in wanted]
+        if not stored:
+            code = "lease.expired" if self._book.is_young(lease.step) else "result.stale"
+            return await self._refuse(node, lease, Refused(code), digest=digest, now=now)
+        node.delivered(
+            samples=len(stored), tokens=sum(r.num_tokens for r in stored), issued_at=lease.issued_at, now=now
+        )
+        record = node.record.accept(len(stored))
+        self._nodes.set_record(node.peer, record)
+        receipt = Receipt(
+            lease_id=lease.lease_id,
+            accepted=tuple(r.sample for r in stored),
+            code=None if len(stored) == len(lease.indices) else "lease.expired",
+            detail="" if len(stored) == len(lease.indices) else "some samples had been filled by others meanwhile",
+            head=self._versions.head,
+            standing=self._nodes.standing_of(node.peer),
+        ).encode()
+        wall_time = time.time()
+        statements = self._book.fill(lease, stored, digest=digest, receipt=receipt, wall_time=wall_time)
+        await self._ledger.commit(
+            *statements, rows.put_node(node.peer, name=node.name, record=record, wall_time=wall_time)
+        )
+        fault_point("receipt.committed")
+        self._on_accepted()
+        return receipt
+
+    async def _refuse(
+        self, node: Node, lease: LeaseRecord, error: Refused, *, digest: bytes, now: float
+    ) -> bytes:
+        await self._discipline.offend(node.peer, error.code, detail=error.detail, rollouts=len(lease.indices))
+        receipt = Receipt(
+            lease_id=lease.lease_id,
+            accepted=(),
+            code=error.code,
+            detail=error.detail,
+            head=self._versions.head,
+            standing=self._nodes.standing_of(node.peer),
+        ).encode()
+        await self._ledger.commit(*self._book.refuse(lease, digest=digest, receipt=receipt, now=now))
+        return receipt
+
+    async def _offence(self, node: Node, error: Refused, *, rollouts: int) -> Refused:
+        await self._discipline.offend(node.peer, error.code, detail=error.detail, rollouts=rollouts)
+        return error
+
+    async def _recall(self, lease_id: bytes) -> LeaseRecord | None:
+        """A lease that ended so long ago that only the ledger knows it."""
+        found = await self._ledger.fetch(
+            "SELECT node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
+            " FROM leases WHERE lease_id = ?",
+            lease_id,
+        )
+        if not found:
+            return None
+        node, group_id, samples, version, step, root, duration_s, state, digest, receipt = found[0]
+        return LeaseRecord(
+            lease_id, node, group_id, tuple(samples), version, step, root, duration_s, 0.0, state, digest, receipt  # type: ignore[arg-type]
+        )
+
+    def _as_message(self, lease: LeaseRecord) -> Lease:
+        group = self._book.groups.get(lease.group_id)
+        return Lease(
+            lease_id=lease.lease_id,
+            node=lease.node,
+            group=lease.group_id,
+            samples=tuple(LeasedSample(index=i, seed=self._seed(lease.group_id, i)) for i in lease.indices),
+            version=lease.version,
+            step=lease.step,
+            root=lease.root,
+            prompt=group.prompt.prompt if group else bytes(4),
+            max_new_tokens=self._terms.max_new_tokens,
+            temperature=1.0,
+            duration_s=lease.duration_s,
+            swap_mode="drain",
+        )
+
+    def _seed(self, group: int, sample: int) -> int:
+        return seed_of(self._terms.seed_key, run=self._terms.run, group=group, sample=sample)
+
+    def _to_store(self, rollout: Rollout, node: Node, lease: LeaseRecord) -> StoredRollout:
+        drawn = is_drawn(
+            self._terms.audit_key, lease_id=lease.lease_id, sample=rollout.index, rate=audit_rate(node.record, self._nodes.rules)
+        )
+        return StoredRollout(
+            lease_id=lease.lease_id,
+            sample=rollout.index,
+            group_id=lease.group_id,
+            node=node.peer,
+            version=lease.version,
+            step=lease.step,
+            root=lease.root,
+            seed=rollout.seed,
+            tokens=rollout.tokens.tobytes(),
+            logprobs=rollout.logprobs.tobytes(),
+            finish=rollout.finish,
+            drawn=drawn,
+        )

@@ -1,0 +1,206 @@
+"""The desk where nodes get work and give it back: the ``lease`` and ``return`` streams.
+
+Leases are in the ledger before they are sent. A node gets work for the weights it holds, as long as what it makes can
+still be consumed within S; a node that is behind is told which version the work needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from rollmesh_learner import rows
+from rollmesh_learner.book import Book, Offer
+from rollmesh_learner.groups import LeaseRecord
+from rollmesh_learner.ledger import Ledger, Statement
+from rollmesh_learner.nodes import Node, Nodes
+from rollmesh_learner.versions import Versions
+from rollmesh_peer.faults import fault_point
+from rollmesh_protocol import limits
+from rollmesh_protocol.envelope import seal
+from rollmesh_protocol.identity import Identity, short
+from rollmesh_protocol.lease import LEASE_ID_BYTES, Lease, LeasedSample, seed_of
+from rollmesh_protocol.messages import Head, LeaseAnswer, LeaseRequest, ReturnAnswer, ReturnRequest, Wait
+
+_log = logging.getLogger("rollmesh.learner.leasing")
+
+_WAIT_FOR_WEIGHTS_S: Final = 0.5
+_WAIT_FOR_WORK_S: Final = 0.5
+"""Short, because the next step may free a whole batch of work; an answer costs a few hundred bytes."""
+_WATCH_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseTerms:
+    """What every lease of the run says, and how long it may stand."""
+
+    run: str
+    seed_key: bytes
+    max_new_tokens: int
+    least_duration_s: float
+    most_duration_s: float
+
+
+class LeaseDesk:
+    """Answers nodes that ask for work, and takes leases back that were returned, ran out or whose node is gone."""
+
+    def __init__(
+        self,
+        terms: LeaseTerms,
+        *,
+        identity: Identity,
+        book: Book,
+        nodes: Nodes,
+        versions: Versions,
+        ledger: Ledger,
+        idle_reason: Callable[[], str],
+    ) -> None:
+        self._terms = terms
+        self._identity = identity
+        self._book = book
+        self._nodes = nodes
+        self._versions = versions
+        self._ledger = ledger
+        self._idle_reason = idle_reason
+
+    async def lease(self, peer: str, request: bytes) -> bytes:
+        """One :class:`LeaseRequest` and its :class:`LeaseAnswer`."""
+        asked = LeaseRequest.decode(request, limit=limits.LEASE_REQUEST_BYTES)
+        node = self._nodes.admitted(peer)
+        now = trio.current_time()
+        node.heard(asked, now=now)
+        leases: tuple[bytes, ...] = ()
+        wait: Wait | None = None
+        if asked.groups:
+            leases, wait = await self._give(node, asked, now=now)
+        return LeaseAnswer(
+            head=self._versions.head, leases=leases, wait=wait, standing=self._nodes.standing_of(node.peer)
+        ).encode()
+
+    async def take_back(self, peer: str, request: bytes) -> bytes:
+        """One :class:`ReturnRequest` and its :class:`ReturnAnswer`."""
+        asked = ReturnRequest.decode(request, limit=limits.SMALL_BYTES)
+        node = self._nodes.admitted(peer)
+        now = trio.current_time()
+        node.last_seen = now
+        statements: list[Statement] = []
+        returned = 0
+        for lease_id in asked.lease_ids:
+            lease = self._book.leases.get(lease_id)
+            if lease is not None and lease.node == peer and lease.state == "open":
+                statements += self._book.end_lease(lease, "returned", now=now)
+                returned += 1
+        if statements:
+            await self._ledger.commit(*statements)
+            _log.info("%s gave %d leases back: %s", short(peer), returned, asked.code)
+        return ReturnAnswer(returned=returned, head=self._versions.head).encode()
+
+    async def watch(self) -> None:
+        """Once a second, open the samples of leases that ran out or whose node fell silent. Never returns."""
+        while True:
+            await trio.sleep(_WATCH_S)
+            now = trio.current_time()
+            silent = {node.peer for node in self._nodes.silent(now)}
+            over = self._book.expired(now)
+            gone = [r for r in self._book.leases.values() if r.state == "open" and r.node in silent and r not in over]
+            statements: list[Statement] = []
+            for lease in [*over, *gone]:
+                statements += self._book.end_lease(lease, "expired", now=now)
+                node = self._nodes.get(lease.node)
+                if node:
+                    node.failed_to_return()
+            if statements:
+                who = sorted({short(lease.node) for lease in [*over, *gone]})
+                _log.info("%d leases of %s ran out; their samples are open again", len(over) + len(gone), ", ".join(who))
+                await self._ledger.commit(*statements)
+
+    async def _give(self, node: Node, asked: LeaseRequest, *, now: float) -> tuple[tuple[bytes, ...], Wait | None]:
+        idle = self._idle_reason()
+        if idle:
+            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=idle)
+        held = self._versions.by_root(asked.root_held) if asked.root_held else None
+        if held is None or not self._book.is_young(held.step):
+            why = f"work needs policy version {self._versions.head.version}; fetch it first"
+            return (), Wait(seconds=_WAIT_FOR_WEIGHTS_S, why=why)
+        holding = self._book.outstanding(node.peer)
+        size = self._book.rules.samples_per_group
+        tokens = (holding + size * asked.groups) * self._terms.max_new_tokens
+        duration_s = node.lease_duration(
+            tokens=tokens, least_s=self._terms.least_duration_s, most_s=self._terms.most_duration_s
+        )
+        allowance = min(node.allowance(duration_s=duration_s, samples_per_group=size), self._fair_share(held, now=now))
+        if allowance - holding < 1:
+            why = f"{holding} samples are on their way; more come as results arrive"
+            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
+        offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=asked.groups, now=now)
+        if not offers:
+            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=self._why_no_work(held))
+        statements: list[Statement] = []
+        sealed = []
+        for offer in offers:
+            lease, row = self._make(offer, node=node, held=held, duration_s=duration_s, now=now)
+            statements += self._book.lease(offer, row, wall_time=time.time())
+            sealed.append(seal(lease.encode(), run=self._terms.run, kind="lease", identity=self._identity).encode())
+        await self._ledger.commit(*statements)
+        fault_point("lease.committed")
+        return tuple(sealed), None
+
+    def _fair_share(self, held: Head, *, now: float) -> int:
+        """No node may hold so much that the other active ones find nothing to do."""
+        rules = self._book.rules
+        steps = max(1, held.step + rules.staleness - self._book.next_step + 1)
+        groups = math.ceil(steps * rules.groups_per_step / max(1, len(self._nodes.active(now))))
+        return max(1, groups) * rules.samples_per_group
+
+    def _why_no_work(self, held: Head) -> str:
+        if not self._book.prompts and self._book.budget(held):
+            return "the learner is preparing prompts"
+        if held.version < self._versions.head.version:
+            return f"the work left needs policy version {self._versions.head.version}"
+        return f"all work within staleness {self._book.rules.staleness} is given out; more comes with the next step"
+
+    def _make(
+        self, offer: Offer, *, node: Node, held: Head, duration_s: float, now: float
+    ) -> tuple[Lease, LeaseRecord]:
+        lease_id = secrets.token_bytes(LEASE_ID_BYTES)
+        group = offer.group
+        samples = tuple(
+            LeasedSample(
+                index=index,
+                seed=seed_of(self._terms.seed_key, run=self._terms.run, group=group.group_id, sample=index),
+            )
+            for index in offer.indices
+        )
+        lease = Lease(
+            lease_id=lease_id,
+            node=node.peer,
+            group=group.group_id,
+            samples=samples,
+            version=held.version,
+            step=held.step,
+            root=held.root,
+            prompt=group.prompt.prompt,
+            max_new_tokens=self._terms.max_new_tokens,
+            temperature=1.0,
+            duration_s=duration_s,
+            swap_mode="drain",
+        )
+        row = LeaseRecord(
+            lease_id=lease_id,
+            node=node.peer,
+            group_id=group.group_id,
+            indices=offer.indices,
+            version=held.version,
+            step=held.step,
+            root=held.root,
+            duration_s=duration_s,
+            issued_at=now,
+        )
+        return lease, row

@@ -1,0 +1,64 @@
+"""Prompts made in advance: group ids are indices into the environments' streams of items, so none is used twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Final
+
+import trio
+
+from rollmesh_learner.book import Book
+from rollmesh_learner.groups import Prompt
+from rollmesh_peer.children.frames import Body
+from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_protocol.errors import ChildFailed
+
+_log = logging.getLogger("rollmesh.learner.prompting")
+
+_PROMPTS_S: Final = 120.0
+_LOOK_S: Final = 0.1
+
+
+class PromptSource:
+    """Keeps ``ahead`` prompts ready in the book, made by the prompter child."""
+
+    def __init__(self, *, book: Book, prompter: Supervisor, ahead: int) -> None:
+        self._book = book
+        self._prompter = prompter
+        self._ahead = ahead
+        self.waiting_for = ""
+
+    async def run(self) -> None:
+        """Refill for ever."""
+        while True:
+            missing = self._ahead - len(self._book.prompts)
+            if missing <= self._ahead // 2:
+                await trio.sleep(_LOOK_S)
+                continue
+            first = self._book.next_group + len(self._book.prompts)
+            try:
+                prompts = await self._make(first, missing)
+            except ChildFailed as error:
+                self.waiting_for = f"prompts wait: {error.detail}"
+                _log.warning("%s", self.waiting_for)
+                await trio.sleep(1.0)
+                continue
+            self.waiting_for = ""
+            if first == self._book.next_group + len(self._book.prompts):  # else the book was rewound meanwhile
+                self._book.prompts.extend(prompts)
+
+    async def _make(self, first: int, count: int) -> list[Prompt]:
+        async with self._prompter.use() as child:
+            answer = await child.call("prompts", {"first": first, "count": count}, deadline_s=_PROMPTS_S)
+        made = answer.get("prompts")
+        if not isinstance(made, list | tuple) or len(made) != count:
+            raise ChildFailed("the prompter answered with the wrong number of prompts")
+        return [_read(item) for item in made]
+
+
+def _read(item: Body) -> Prompt:
+    environment, prompt_ids = item["environment"], item["prompt_ids"]
+    if not isinstance(environment, str) or not isinstance(prompt_ids, bytes):
+        raise ChildFailed("the prompter answered with something that is no prompt")
+    return Prompt(environment=environment, item=json.dumps(item["item"]), prompt=prompt_ids)

@@ -1,0 +1,193 @@
+"""Going back to a checkpoint: the ledger's rows become the book again, and what the lost steps touched is undone.
+
+Used when the learner starts and when its trainer died. With weights of step c at hand:
+
+- batches of steps from c on go back into the book; a rollout among them that was made with weights of a step beyond c
+  is orphaned, because those weights no longer exist in the history, and so is every such rollout that waits;
+- published versions of steps beyond c are orphaned, and their leases void; version numbers are never used again;
+- everything acknowledged is counted in exactly one state afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+from rollmesh_learner import rows
+from rollmesh_learner.book import Book
+from rollmesh_learner.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
+from rollmesh_learner.ledger import Ledger, Statement
+from rollmesh_learner.standing import Record
+from rollmesh_protocol.messages import Head
+
+_log = logging.getLogger("rollmesh.learner.restore")
+
+_LIVE = "('scoring', 'auditing', 'ready')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedVersion:
+    """A version that went out, as the ledger has it."""
+
+    head: Head
+    manifest: bytes
+    is_orphaned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What the ledger knew beside the book."""
+
+    published: tuple[PublishedVersion, ...]
+    """In order of their numbers."""
+    rolled_back: int
+    orphaned: int
+
+
+async def rewind(ledger: Ledger, book: Book, *, step: int, now: float) -> Restored:
+    """Bring ledger and ``book`` to the state in which the weights of ``step`` are the newest there are."""
+    before = await _count(ledger)
+    await ledger.commit(*rows.steps_final(step), *_undo_beyond(step))
+    await _load(ledger, book, step=step, now=now)
+    await ledger.commit(*book.drop_stale())
+    after = await _count(ledger)
+    rolled_back = before.get("assigned", 0) - after.get("assigned", 0)
+    orphaned = after.get("orphaned", 0) - before.get("orphaned", 0)
+    published = await _published(ledger)
+    if rolled_back or orphaned:
+        _log.info("back at step %d: %d rollouts go back, %d are orphaned", step, rolled_back, orphaned)
+    return Restored(published=published, rolled_back=rolled_back, orphaned=orphaned)
+
+
+async def load_records(ledger: Ledger) -> dict[str, Record]:
+    """The standing of every node that was ever seen."""
+    found = await ledger.fetch("SELECT peer, standing FROM nodes")
+    return {str(peer): Record(**json.loads(str(standing))) for peer, standing in found}
+
+
+async def accounts(ledger: Ledger) -> dict[str, int]:
+    """How many rollouts are in each state; their sum is everything that was ever acknowledged."""
+    return await _count(ledger)
+
+
+def _undo_beyond(step: int) -> list[Statement]:
+    return [
+        Statement("UPDATE versions SET state = 'orphaned' WHERE state = 'published' AND step > ?", (step,)),
+        Statement("UPDATE steps SET state = 'rolled_back' WHERE step >= ? AND state IN ('assigned', 'trained')", (step,)),
+        Statement(
+            "UPDATE rollouts SET state = 'ready', trained_step = NULL WHERE state = 'assigned' AND trained_step >= ?",
+            (step,),
+        ),
+        Statement("UPDATE groups SET state = 'live', step = NULL WHERE state = 'assigned' AND step >= ?", (step,)),
+        Statement(
+            "UPDATE leases SET state = 'void' WHERE step > ? AND state IN ('open', 'returned', 'expired')", (step,)
+        ),
+        Statement(f"UPDATE rollouts SET state = 'orphaned' WHERE state IN {_LIVE} AND step > ?", (step,)),
+    ]
+
+
+async def _load(ledger: Ledger, book: Book, *, step: int, now: float) -> None:
+    ((newest,),) = await ledger.fetch("SELECT coalesce(max(group_id), -1) FROM groups")
+    book.clear(next_group=_int(newest) + 1, next_step=step)
+    size = book.rules.samples_per_group
+    groups: dict[int, Group] = {}
+    for group_id, environment, item, prompt in await ledger.fetch(
+        "SELECT group_id, environment, item, prompt FROM groups WHERE state = 'live' ORDER BY group_id"
+    ):
+        content = Prompt(environment=str(environment), item=str(item), prompt=_blob(prompt))
+        groups[_int(group_id)] = Group(_int(group_id), content, [Sample(i) for i in range(size)])
+    for row in await ledger.fetch(
+        "SELECT lease_id, sample, r.group_id, node, version, r.step, root, seed, tokens, logprobs, finish, drawn,"
+        " reward, exact_logprobs, r.state FROM rollouts r JOIN groups g ON g.group_id = r.group_id"
+        f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
+    ):
+        _place_rollout(groups, row)
+    for row in await ledger.fetch(
+        "SELECT lease_id, node, group_id, samples, version, step, root, duration_s FROM leases WHERE state = 'open'"
+    ):
+        _place_lease(groups, book, row, now=now)
+    for group in groups.values():
+        book.put_back(group)
+
+
+def _place_rollout(groups: dict[int, Group], row: tuple[object, ...]) -> None:
+    (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish, drawn, reward, exact,
+     state) = row  # fmt: skip
+    rollout = StoredRollout(
+        lease_id=_blob(lease_id),
+        sample=_int(sample),
+        group_id=_int(group_id),
+        node=str(node),
+        version=_int(version),
+        step=_int(step),
+        root=_blob(root),
+        seed=int.from_bytes(_blob(seed), "little"),
+        tokens=_blob(tokens),
+        logprobs=_blob(logprobs),
+        finish=str(finish),
+        drawn=bool(drawn),
+        reward=None if reward is None else float(reward),  # type: ignore[arg-type]
+        exact_logprobs=None if exact is None else _blob(exact),
+        state=str(state),  # type: ignore[arg-type]
+    )
+    place = groups[rollout.group_id].samples[rollout.sample]
+    place.state = "filled"
+    place.lease_id = rollout.lease_id
+    place.rollout = rollout
+
+
+def _place_lease(groups: dict[int, Group], book: Book, row: tuple[object, ...], *, now: float) -> None:
+    lease_id, node, group_id, samples, version, step, root, duration_s = row
+    lease = LeaseRecord(
+        lease_id=_blob(lease_id),
+        node=str(node),
+        group_id=_int(group_id),
+        indices=tuple(_blob(samples)),
+        version=_int(version),
+        step=_int(step),
+        root=_blob(root),
+        duration_s=float(duration_s),  # type: ignore[arg-type]
+        issued_at=now,  # the node gets its time anew: the learner's absence is not its fault
+    )
+    book.leases[lease.lease_id] = lease
+    group = groups.get(lease.group_id)
+    if group is None:
+        return
+    for index in lease.indices:
+        place = group.samples[index]
+        if place.state == "open":
+            place.state = "leased"
+            place.lease_id = lease.lease_id
+
+
+async def _count(ledger: Ledger) -> dict[str, int]:
+    found = await ledger.fetch("SELECT state, count(*) FROM rollouts GROUP BY state")
+    return {str(state): _int(count) for state, count in found}
+
+
+async def _published(ledger: Ledger) -> tuple[PublishedVersion, ...]:
+    found = await ledger.fetch(
+        "SELECT version, step, root, manifest, state FROM versions WHERE state IN ('published', 'orphaned')"
+        " ORDER BY version"
+    )
+    return tuple(
+        PublishedVersion(
+            head=Head(version=_int(version), step=_int(step), root=_blob(root)),
+            manifest=_blob(manifest),
+            is_orphaned=state == "orphaned",
+        )
+        for version, step, root, manifest, state in found
+    )
+
+
+def _blob(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"the ledger holds a {type(value).__name__} where bytes belong")
+    return value
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"the ledger holds a {type(value).__name__} where a number belongs")
+    return value

@@ -1,0 +1,145 @@
+"""The ledger's statements, one function each: how the state of :mod:`rollmesh_learner.groups` is written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rollmesh_learner.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout
+from rollmesh_learner.ledger import Statement
+from rollmesh_learner.standing import Record
+
+
+def insert_group(group: Group) -> Statement:
+    prompt = group.prompt
+    return Statement(
+        "INSERT INTO groups (group_id, environment, item, prompt, state) VALUES (?, ?, ?, ?, ?)",
+        (group.group_id, prompt.environment, prompt.item, prompt.prompt, group.state),
+    )
+
+
+def update_group(group: Group, *, step: int | None = None, why: str = "") -> Statement:
+    return Statement(
+        "UPDATE groups SET state = ?, step = ?, why = ? WHERE group_id = ?", (group.state, step, why, group.group_id)
+    )
+
+
+def insert_lease(lease: LeaseRecord, *, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT INTO leases (lease_id, node, group_id, samples, version, step, root, duration_s, issued_at, state)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            lease.lease_id, lease.node, lease.group_id, bytes(lease.indices), lease.version, lease.step, lease.root,
+            lease.duration_s, wall_time, lease.state,
+        ),
+    )  # fmt: skip
+
+
+def update_lease(lease: LeaseRecord) -> Statement:
+    return Statement(
+        "UPDATE leases SET state = ?, result_digest = ?, receipt = ? WHERE lease_id = ?",
+        (lease.state, lease.result_digest, lease.receipt, lease.lease_id),
+    )
+
+
+def end_lease(lease_id: bytes, state: LeaseState) -> Statement:
+    return Statement("UPDATE leases SET state = ? WHERE lease_id = ?", (state, lease_id))
+
+
+def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT INTO rollouts (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish,"
+        " received_at, drawn, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            rollout.lease_id, rollout.sample, rollout.group_id, rollout.node, rollout.version, rollout.step,
+            rollout.root, rollout.seed.to_bytes(8, "little"), rollout.tokens, rollout.logprobs, rollout.finish,
+            wall_time, int(rollout.drawn), rollout.state,
+        ),
+    )  # fmt: skip
+
+
+def update_rollout(rollout: StoredRollout, *, score_error: str | None = None) -> Statement:
+    return Statement(
+        "UPDATE rollouts SET state = ?, reward = ?, exact_logprobs = ?, score_error = coalesce(?, score_error)"
+        " WHERE lease_id = ? AND sample = ?",
+        (rollout.state, rollout.reward, rollout.exact_logprobs, score_error, rollout.lease_id, rollout.sample),
+    )
+
+
+def assign_rollouts(rollouts: Sequence[StoredRollout], *, step: int) -> list[Statement]:
+    return [
+        Statement(
+            "UPDATE rollouts SET state = 'assigned', trained_step = ? WHERE lease_id = ? AND sample = ?",
+            (step, rollout.lease_id, rollout.sample),
+        )
+        for rollout in rollouts
+    ]
+
+
+def end_rollouts(rollouts: Sequence[StoredRollout], state: RolloutState) -> list[Statement]:
+    return [
+        Statement(
+            "UPDATE rollouts SET state = ? WHERE lease_id = ? AND sample = ?",
+            (state, rollout.lease_id, rollout.sample),
+        )
+        for rollout in rollouts
+    ]
+
+
+def insert_step(step: int, *, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT OR REPLACE INTO steps (step, state, assigned_at) VALUES (?, 'assigned', ?)", (step, wall_time)
+    )
+
+
+def step_trained(step: int, metrics: str) -> Statement:
+    return Statement("UPDATE steps SET state = 'trained', metrics = ? WHERE step = ?", (metrics, step))
+
+
+def steps_final(below: int) -> list[Statement]:
+    """Every step before ``below`` is in a durable checkpoint: its rollouts can never be trained on again."""
+    return [
+        Statement("UPDATE steps SET state = 'final' WHERE step < ? AND state IN ('assigned', 'trained')", (below,)),
+        Statement("UPDATE rollouts SET state = 'consumed' WHERE state = 'assigned' AND trained_step < ?", (below,)),
+        Statement("UPDATE groups SET state = 'consumed' WHERE state = 'assigned' AND step < ?", (below,)),
+    ]
+
+
+def reserve_version(version: int, *, step: int, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT INTO versions (version, step, state, reserved_at) VALUES (?, ?, 'reserved', ?)",
+        (version, step, wall_time),
+    )
+
+
+def version_published(version: int, *, root: bytes, manifest: bytes) -> Statement:
+    return Statement(
+        "UPDATE versions SET state = 'published', root = ?, manifest = ? WHERE version = ?", (root, manifest, version)
+    )
+
+
+def put_meta(name: str, value: bytes) -> Statement:
+    return Statement("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", (name, value))
+
+
+def put_node(peer: str, *, name: str, record: Record, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT INTO nodes (peer, name, first_seen, standing) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT (peer) DO UPDATE SET name = excluded.name, standing = excluded.standing",
+        (peer, name, wall_time, json.dumps(asdict(record))),
+    )
+
+
+def insert_offence(peer: str, *, code: str, detail: str, wall_time: float) -> Statement:
+    return Statement(
+        "INSERT INTO offences (peer, code, detail, at) VALUES (?, ?, ?, ?)", (peer, code, detail[:500], wall_time)
+    )
+
+
+def use_invite(token: bytes, *, peer: str, wall_time: float) -> Statement:
+    return Statement("UPDATE invites SET used_by = ?, used_at = ? WHERE token = ?", (peer, wall_time, token))
+
+
+def insert_invite(token: bytes) -> Statement:
+    return Statement("INSERT INTO invites (token) VALUES (?)", (token,))

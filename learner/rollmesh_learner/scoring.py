@@ -1,0 +1,121 @@
+"""Rewards: every accepted rollout is turned into text and scored, by children, before it counts for anything.
+
+The text of an answer is hostile code to a scorer, so scoring happens in the sandbox child. An environment that raises
+or hangs makes one rollout without reward, never a dead run; that is an outcome, and it is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Final
+
+import trio
+
+from rollmesh_learner.book import Book
+from rollmesh_learner.groups import StoredRollout
+from rollmesh_learner.ledger import Ledger
+from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_protocol.errors import ChildFailed
+
+_log = logging.getLogger("rollmesh.learner.scoring")
+
+_DECODE_S: Final = 60.0
+_MOST_AT_ONCE: Final = 256
+"""Rollouts of one round, so that results that arrive meanwhile do not wait for a long queue to be written down."""
+
+
+class Scorer:
+    """The loop from accepted to scored. :meth:`wake` it when there is something new."""
+
+    def __init__(
+        self, *, book: Book, ledger: Ledger, prompter: Supervisor, sandbox: Supervisor, score_deadline_s: float
+    ) -> None:
+        self._book = book
+        self._ledger = ledger
+        self._prompter = prompter
+        self._sandbox = sandbox
+        self._score_deadline_s = score_deadline_s
+        self._work = trio.Event()
+        self.waiting_for = ""
+
+    def wake(self) -> None:
+        """There are new rollouts in state ``scoring``."""
+        self._work.set()
+
+    async def run(self, on_scored: trio.MemorySendChannel[None]) -> None:
+        """Score for ever; a message on ``on_scored`` after each round."""
+        while True:
+            waiting = list(self._book.pending("scoring"))[:_MOST_AT_ONCE]
+            if not waiting:
+                self._work = trio.Event()
+                if not any(True for _ in self._book.pending("scoring")):
+                    await self._work.wait()
+                continue
+            try:
+                await self._score(waiting)
+            except ChildFailed as error:
+                # The supervisor restarts the child; what was not scored is still in the book.
+                self.waiting_for = f"scoring waits: {error.detail}"
+                _log.warning("%s", self.waiting_for)
+                await trio.sleep(0.2)
+                continue
+            self.waiting_for = ""
+            try:
+                on_scored.send_nowait(None)
+            except trio.WouldBlock:
+                pass
+
+    async def _score(self, rollouts: list[StoredRollout]) -> None:
+        async with self._prompter.use() as child:
+            decoded = await child.call(
+                "decode", {"completions": [rollout.tokens for rollout in rollouts]}, deadline_s=_DECODE_S
+            )
+        texts = _texts(decoded.get("texts"), expected=len(rollouts))
+        for group_id, members in _by_group(rollouts, texts):
+            group = self._book.groups.get(group_id)
+            if group is None:
+                continue
+            answers = [text for _, text in members]
+            async with self._sandbox.use() as child:
+                scored = await child.call(
+                    "score",
+                    {
+                        "environment": group.prompt.environment,
+                        "item": json.loads(group.prompt.item),
+                        "answers": answers,
+                    },
+                    deadline_s=self._score_deadline_s * (len(answers) + 1),
+                )
+            rewards, errors = _outcome(scored, expected=len(answers))
+            statements = []
+            for (rollout, _), reward, error in zip(members, rewards, errors, strict=True):
+                if error:
+                    _log.info("an answer to group %d could not be scored: %s", group_id, error)
+                statements += self._book.score(rollout.key, reward, error=error)
+            await self._ledger.commit(*statements)
+
+
+def _by_group(
+    rollouts: list[StoredRollout], texts: list[str]
+) -> Iterator[tuple[int, list[tuple[StoredRollout, str]]]]:
+    pairs = sorted(zip(rollouts, texts, strict=True), key=lambda pair: pair[0].group_id)
+    for group_id, members in groupby(pairs, key=lambda pair: pair[0].group_id):
+        yield group_id, list(members)
+
+
+def _texts(value: object, *, expected: int) -> list[str]:
+    if not isinstance(value, list | tuple) or len(value) != expected:
+        raise ChildFailed("the prompter answered with the wrong number of texts")
+    return [str(text) for text in value]
+
+
+def _outcome(answer: dict[str, object], *, expected: int) -> tuple[list[float], list[str | None]]:
+    rewards, errors = answer.get("rewards"), answer.get("errors")
+    if not isinstance(rewards, list | tuple) or not isinstance(errors, list | tuple):
+        raise ChildFailed("the scorer answered without rewards")
+    if len(rewards) != expected or len(errors) != expected:
+        raise ChildFailed("the scorer answered with the wrong number of rewards")
+    return [float(reward) for reward in rewards], [None if error is None else str(error) for error in errors]

@@ -1,0 +1,107 @@
+"""Rollouts as the trainer sees them, and their division into micro-batches of bounded size.
+
+Invariant: the same rollouts in the same order always give the same micro-batches, each rollout in exactly one, so
+that a resumed trainer repeats its steps bit for bit. Pure numpy; the order of consumption was decided by the ledger
+and has no effect on the sum that the batch makes, only on its rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollmesh_protocol.errors import ChildFailed
+
+INVALID = "trainer.rollout"
+"""The code of a rollout that cannot be trained on; intake should have refused it."""
+
+TokenIds = NDArray[np.uint32]
+
+
+class RolloutRecord(BaseModel):
+    """One rollout on the pipe. Byte strings are little-endian arrays."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: str = Field(min_length=1)
+    group: str = Field(min_length=1)
+    prompt: bytes = Field(min_length=4)
+    """uint32 token ids."""
+    tokens: bytes = Field(min_length=4)
+    """uint32 token ids of the completion, the end-of-text token included."""
+    mu: bytes = Field(min_length=4)
+    """float32 log-probabilities of the tokens under the weights that generated them, in nats."""
+    exact: bool
+    """Whether the learner recomputed ``mu``; otherwise it is the node's word."""
+    reward: float = Field(allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A rollout with its arrays."""
+
+    id: str
+    group: str
+    prompt: TokenIds
+    tokens: TokenIds
+    mu: NDArray[np.float32]
+    exact: bool
+    reward: float
+
+    @property
+    def read(self) -> TokenIds:
+        """What the model reads: everything but the last token, which is only predicted."""
+        return np.concatenate([self.prompt, self.tokens[:-1]])
+
+
+def open_rollout(record: RolloutRecord, *, vocabulary: int) -> Sample:
+    """Decode a record. Raises ``ChildFailed`` for torn arrays, tokens outside the vocabulary or wild log-probabilities."""
+    if any(len(raw) % 4 for raw in (record.prompt, record.tokens, record.mu)):
+        raise ChildFailed(f"rollout {record.id} holds half a number", code=INVALID)
+    prompt, tokens = np.frombuffer(record.prompt, dtype="<u4"), np.frombuffer(record.tokens, dtype="<u4")
+    mu = np.frombuffer(record.mu, dtype="<f4")
+    if len(mu) != len(tokens):
+        raise ChildFailed(f"rollout {record.id} has {len(mu)} log-probabilities for {len(tokens)} tokens", code=INVALID)
+    if int(prompt.max()) >= vocabulary or int(tokens.max()) >= vocabulary:
+        raise ChildFailed(f"rollout {record.id} has a token outside the vocabulary of {vocabulary}", code=INVALID)
+    if not np.isfinite(mu).all():
+        raise ChildFailed(f"rollout {record.id} has a log-probability that is not finite", code=INVALID)
+    return Sample(
+        id=record.id,
+        group=record.group,
+        prompt=prompt.astype(np.uint32),
+        tokens=tokens.astype(np.uint32),
+        mu=mu.astype(np.float32),
+        exact=record.exact,
+        reward=record.reward,
+    )
+
+
+def micro_batches_by_length(samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
+    """Return lists of positions in ``samples``, shortest first, whose padded sizes stay within ``max_tokens``.
+
+    A sample longer than ``max_tokens`` gets a micro-batch of its own.
+    """
+    lengths = [len(sample.prompt) + len(sample.tokens) - 1 for sample in samples]
+    batches: list[list[int]] = []
+    for index in sorted(range(len(samples)), key=lambda i: (lengths[i], i)):
+        if batches and lengths[index] * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def split_groups(samples: Sequence[Sample], *, parts: int, generator: np.random.Generator) -> list[list[int]]:
+    """Return ``parts`` lists of positions with whole groups in each, shuffled by ``generator``; empty ones are left out."""
+    members: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        members.setdefault(sample.group, []).append(index)
+    names = list(members)
+    order = generator.permutation(len(names))
+    pieces = np.array_split(order, min(parts, len(names))) if names else []
+    return [[index for name in piece for index in members[names[name]]] for piece in pieces]

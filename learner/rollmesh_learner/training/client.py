@@ -1,0 +1,141 @@
+"""The daemon's side of the trainer: asks the child to train, export and checkpoint, and knows when it was replaced.
+
+The trainer child holds the masters and the optimiser state in its memory. When it dies, the supervisor starts another
+from the newest checkpoint; everything since is lost, which shows as a new :attr:`TrainerClient.life`. The caller then
+rewinds its book before it goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from rollmesh_learner.groups import Group, RolloutKey, StoredRollout
+from rollmesh_peer.children.frames import Body
+from rollmesh_peer.children.process import Child, ChildSpec
+from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_protocol.errors import ChildFailed
+
+_OPEN_S: Final = 1800.0
+_TRAIN_S: Final = 7200.0
+"""A step of a large model on few GPUs takes half an hour; a hung trainer is still found within two."""
+_SAVE_S: Final = 1800.0
+_CHECKPOINT: Final = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What one training step did. ``suspects`` are rollouts whose claimed log-probabilities failed layer L4."""
+
+    updated: bool
+    metrics: Mapping[str, float]
+    suspects: tuple[RolloutKey, ...]
+
+
+class TrainerClient:
+    """Owns the trainer child. Run :meth:`run` in a nursery."""
+
+    def __init__(self, spec: ChildSpec, *, opening: Body, checkpoints: Path, kept: int) -> None:
+        self._opening = opening
+        self._checkpoints = checkpoints
+        self._kept = kept
+        self._supervisor = Supervisor(spec, self._prepare)
+        self.life = 0
+        """Counts the trainers that were opened; a change means that steps may be lost."""
+        self.opened_at_step = 0
+        """The step of the checkpoint that the present trainer was opened from."""
+        self.opened: Body = {}
+        """What the trainer said when it opened: layout, parameters, vocabulary."""
+
+    @property
+    def state(self) -> str:
+        """A sentence for ``status``."""
+        return f"trainer: {self._supervisor.state}"
+
+    async def run(self) -> None:
+        """Keep the child alive until cancelled."""
+        await self._supervisor.run()
+
+    async def wait_ready(self) -> int:
+        """Wait for a live, opened trainer; returns its :attr:`life`."""
+        async with self._supervisor.use(deadline_s=_OPEN_S):
+            return self.life
+
+    async def train(self, step: int, groups: Sequence[Group]) -> StepOutcome:
+        """One optimiser step from weights of ``step`` on whole groups."""
+        rollouts = [(group, s.rollout) for group in groups for s in group.samples if s.rollout is not None]
+        keys = {_name(rollout): rollout.key for _, rollout in rollouts}
+        body: Body = {"step": step, "rollouts": [_record(group, rollout) for group, rollout in rollouts]}
+        async with self._supervisor.use() as child:
+            answer = await child.call("train", body, deadline_s=_TRAIN_S)
+        metrics = answer.get("metrics")
+        checks = answer.get("mismatches")
+        if not isinstance(metrics, dict) or not isinstance(checks, list | tuple):
+            raise ChildFailed("the trainer answered without metrics")
+        return StepOutcome(
+            updated=answer.get("updated") is True,
+            metrics={str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)},
+            suspects=tuple(keys[str(check["id"])] for check in checks if check["verdict"] == "audit"),
+        )
+
+    async def export(self, path: Path) -> None:
+        """Write the bf16 image of the present weights to ``path``."""
+        async with self._supervisor.use() as child:
+            await child.call("export", {"path": str(path)}, deadline_s=_SAVE_S)
+
+    async def checkpoint(self, step: int, *, carry: Body) -> Path:
+        """Make everything durable; the folder appears whole or not at all. Old checkpoints beyond ``kept`` go."""
+        folder = self._checkpoints / f"step-{step:08d}"
+        async with self._supervisor.use() as child:
+            await child.call("checkpoint", {"folder": str(folder), "carry": carry}, deadline_s=_SAVE_S)
+        await trio.to_thread.run_sync(self._prune)
+        return folder
+
+    async def _prepare(self, child: Child) -> None:
+        newest = await trio.to_thread.run_sync(newest_checkpoint, self._checkpoints)
+        body = self._opening | {"checkpoint": str(newest) if newest else None}
+        self.opened = await child.call("open", body, deadline_s=_OPEN_S)
+        step = self.opened.get("step")
+        if not isinstance(step, int):
+            raise ChildFailed("the trainer opened without telling its step")
+        self.opened_at_step = step
+        self.life += 1
+
+    def _prune(self) -> None:
+        for folder in _complete(self._checkpoints)[: -self._kept]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None. Unfinished ones have other names."""
+    found = _complete(folder)
+    return found[-1] if found else None
+
+
+def _complete(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir())
+
+
+def _name(rollout: StoredRollout) -> str:
+    return f"{rollout.lease_id.hex()}/{rollout.sample}"
+
+
+def _record(group: Group, rollout: StoredRollout) -> Body:
+    exact = rollout.exact_logprobs
+    return {
+        "id": _name(rollout),
+        "group": str(group.group_id),
+        "prompt": group.prompt.prompt,
+        "tokens": rollout.tokens,
+        "mu": exact if exact is not None else rollout.logprobs,
+        "exact": exact is not None,
+        "reward": rollout.reward,
+    }

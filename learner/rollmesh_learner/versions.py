@@ -1,0 +1,54 @@
+"""Which policy versions are out: the head, and the recent roots that work may still name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import trio
+
+from rollmesh_protocol.messages import Head
+
+KEPT_VERSIONS = 64
+"""Recent roots remembered; far more than any S."""
+
+
+class Versions:
+    """The published heads of a run, newest last. The head before the first publication has version 0."""
+
+    def __init__(self) -> None:
+        self._by_root: OrderedDict[bytes, Head] = OrderedDict()
+        self._head: Head | None = None
+        self._changed = trio.Event()
+
+    @property
+    def head(self) -> Head:
+        """The newest published policy."""
+        if self._head is None:
+            return Head(version=0, step=0, root=bytes(32))
+        return self._head
+
+    def publish(self, head: Head) -> None:
+        """``head`` is out. With a root that is out already, only its step moves: the weights did not change."""
+        self._by_root.pop(head.root, None)
+        self._by_root[head.root] = head
+        while len(self._by_root) > KEPT_VERSIONS:
+            self._by_root.popitem(last=False)
+        self._head = head
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def remember(self, head: Head) -> None:
+        """An older version, found in the ledger at a restart: work that names it may still arrive."""
+        if head.root not in self._by_root:
+            self._by_root[head.root] = head
+            self._by_root.move_to_end(head.root, last=False)
+
+    def by_root(self, root: bytes) -> Head | None:
+        """The newest version with this root, or None when it was never published or is forgotten."""
+        return self._by_root.get(root)
+
+    async def wait_published(self, version: int) -> Head:
+        """The head, once it is at ``version`` or later."""
+        while self.head.version < version:
+            await self._changed.wait()
+        return self.head

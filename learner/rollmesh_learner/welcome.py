@@ -1,0 +1,153 @@
+"""The desk where nodes introduce themselves and ask about others: the ``hello``, ``peers`` and ``edges`` streams."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from rollmesh_learner import rows
+from rollmesh_learner.admission import Mode, check_allowlist, check_block, check_major, open_invite
+from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.nodes import Nodes
+from rollmesh_learner.versions import Versions
+from rollmesh_peer.mesh.seam import Mesh
+from rollmesh_peer.weights.neighbourhood import Candidate, choose_neighbours
+from rollmesh_protocol import limits
+from rollmesh_protocol.envelope import seal
+from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.identity import Identity, short
+from rollmesh_protocol.manifest import Edge
+from rollmesh_protocol.messages import (
+    EdgesAnswer,
+    EdgesRequest,
+    Hello,
+    Neighbour,
+    Pass,
+    PeersAnswer,
+    PeersRequest,
+    RunCard,
+    Welcome,
+)
+
+_log = logging.getLogger("rollmesh.learner.welcome")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionTerms:
+    """Who may join."""
+
+    mode: Mode
+    allow: tuple[str, ...]
+    per_block: int
+
+
+class WelcomeDesk:
+    """Admits nodes, and tells them of each other and of the ways to the head."""
+
+    def __init__(
+        self,
+        terms: AdmissionTerms,
+        *,
+        card: RunCard,
+        identity: Identity,
+        mesh: Mesh,
+        nodes: Nodes,
+        versions: Versions,
+        ledger: Ledger,
+        edges_towards_head: Callable[[bytes | None], tuple[Edge, ...]],
+        pick: Callable[[int], int],
+    ) -> None:
+        self._terms = terms
+        self._run = card.run
+        self._card = seal(card.encode(), run=card.run, kind="card", identity=identity).encode()
+        self._identity = identity
+        self._mesh = mesh
+        self._nodes = nodes
+        self._versions = versions
+        self._ledger = ledger
+        self._edges_towards_head = edges_towards_head
+        self._pick = pick
+        self._addresses: dict[str, tuple[str, ...]] = {}
+
+    async def hello(self, peer: str, request: bytes) -> bytes:
+        """One :class:`Hello` and its :class:`Welcome`, or the reason why the peer may not join."""
+        hello = Hello.decode(request, limit=limits.HELLO_BYTES)
+        check_major(hello)
+        now = trio.current_time()
+        is_new = self._nodes.get(peer) is None
+        link = self._mesh.links().get(peer)
+        observed = link.address if link else ""
+        await self._check(peer, hello, observed)
+        node = self._nodes.admit(peer, hello, now=now)
+        self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
+        if is_new:
+            engine = f"{hello.engine.backend} {hello.engine.dtype} on {hello.engine.device}" if hello.engine else "none"
+            _log.info("%s (%s) joined as %s; engine: %s", short(peer), node.name, hello.role, engine)
+            await self._ledger.commit(
+                rows.put_node(peer, name=node.name, record=node.record, wall_time=time.time())
+            )
+        admission = Pass(peer=peer, issued_version=self._versions.head.version)
+        sealed = seal(admission.encode(), run=self._run, kind="pass", identity=self._identity).encode()
+        return Welcome(card=self._card, admission=sealed, head=self._versions.head).encode()
+
+    async def peers(self, peer: str, request: bytes) -> bytes:
+        """One :class:`PeersRequest` and its :class:`PeersAnswer`."""
+        asked = PeersRequest.decode(request, limit=limits.SMALL_BYTES)
+        self._nodes.admitted(peer).last_seen = trio.current_time()
+        connected = self._mesh.links()
+        candidates = [
+            Candidate(peer=other, addresses=addresses)
+            for other, addresses in self._addresses.items()
+            if addresses and other in connected and self._nodes.is_admitted(other)
+        ]
+        chosen = choose_neighbours(candidates, asking=peer, count=asked.count, pick=self._pick)
+        return PeersAnswer(
+            peers=tuple(Neighbour(peer=c.peer, addresses=c.addresses) for c in chosen), head=self._versions.head
+        ).encode()
+
+    async def edges(self, peer: str, request: bytes) -> bytes:
+        """One :class:`EdgesRequest` and its :class:`EdgesAnswer`."""
+        asked = EdgesRequest.decode(request, limit=limits.SMALL_BYTES)
+        self._nodes.admitted(peer).last_seen = trio.current_time()
+        return EdgesAnswer(head=self._versions.head, edges=self._edges_towards_head(asked.root)).encode()
+
+    async def _check(self, peer: str, hello: Hello, observed: str) -> None:
+        if self._nodes.get(peer) is not None:
+            return
+        others = [link.address for name, link in self._mesh.links().items() if self._nodes.is_admitted(name)]
+        check_block(observed, others=others, most=self._terms.per_block)
+        if self._terms.mode == "allowlist":
+            check_allowlist(peer, allowed=self._terms.allow)
+        elif self._terms.mode == "invite":
+            await self._take_invite(peer, hello)
+
+    async def _take_invite(self, peer: str, hello: Hello) -> None:
+        token = open_invite(hello, run=self._run, learner=self._identity.peer)
+        found = await self._ledger.fetch("SELECT used_by FROM invites WHERE token = ?", token)
+        if not found or found[0][0] not in (None, peer):
+            raise Refused("node.invite", "the invitation was used by another node already")
+        await self._ledger.commit(rows.use_invite(token, peer=peer, wall_time=time.time()))
+
+
+def _dialable(declared: tuple[str, ...], *, peer: str, observed: str) -> tuple[str, ...]:
+    """The addresses of ``declared`` under which others may dial ``peer``.
+
+    A node that listens everywhere does not know its own address: where it says 0.0.0.0 or ::, the address that its
+    connection comes from is put in.
+    """
+    host = observed.split("/")[:3]
+    dialable = []
+    for address in declared:
+        parts = address.split("/")
+        if len(parts) != 7 or parts[5] != "p2p" or parts[6] != peer:
+            continue
+        if parts[2] in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            if len(host) < 3 or host[1] != parts[1]:
+                continue
+            parts[2] = host[2]
+        dialable.append("/".join(parts))
+    return tuple(dialable[: limits.MAX_NEIGHBOURS])

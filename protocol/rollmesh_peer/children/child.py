@@ -1,0 +1,188 @@
+"""The child's side of the pipe: ``run_child(verbs)`` is all that an engine, trainer, auditor or scorer process does.
+
+Import this before torch and call :func:`take_pipes` (or :func:`run_child`, which does) as early as possible: from then
+on descriptor 1 is stderr, so a library that prints cannot tear a frame. The invariants: calls are executed one at a
+time, in order, in the main thread; each gets exactly one ``result``, ``end`` or ``error`` frame; when the daemon goes
+away, however it dies, this process and everything in its process group is gone at once (end-of-file on stdin, watched
+in a thread: ``PR_SET_PDEATHSIG`` follows trio's worker thread and kills healthy children).
+
+It knows no trio and no torch, and it is not a place for clean-up: whatever a child must not lose, it has on disk.
+
+    def generate(body: Body) -> Iterator[Body]:
+        for ...:
+            yield {"tokens": ...}          # an ``item`` frame each; a cancelled call closes this generator
+
+    if __name__ == "__main__":
+        run_child({"load": load, "generate": generate})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from queue import SimpleQueue
+from typing import BinaryIO, Final, NoReturn
+
+from rollmesh_peer.children import frames
+from rollmesh_peer.children.frames import Body
+from rollmesh_protocol.errors import ChildFailed, RollmeshError
+
+Verb = Callable[[Body], Body | Iterator[Body]]
+"""Takes a call's body; returns its answer, or an iterator whose items are streamed as they come."""
+
+BROKEN_PIPE_STATUS: Final = 3
+"""Exit status when what arrives on stdin is not frames."""
+
+
+class Pipes:
+    """The two private descriptors that speak to the daemon, after the public ones were pointed elsewhere."""
+
+    def __init__(self, incoming: BinaryIO, outgoing: int) -> None:
+        self.incoming = incoming
+        self._outgoing = outgoing
+        self._lock = threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        """Write a whole frame; the daemon's back-pressure blocks here. Leaves the process if nobody reads any more."""
+        with self._lock:
+            rest = memoryview(frame)
+            try:
+                while rest:
+                    rest = rest[os.write(self._outgoing, rest) :]
+            except BrokenPipeError:
+                leave()
+
+    def receive(self) -> Body | None:
+        """The next frame, or None at end-of-file. Raises ``ChildFailed`` for garbage or a torn frame."""
+        header = self.incoming.read(frames.HEADER.size)
+        if not header:
+            return None
+        if len(header) < frames.HEADER.size:
+            raise ChildFailed("the pipe ended inside a frame", code=frames.GARBAGE)
+        length = frames.payload_length(header)
+        payload = self.incoming.read(length)
+        if len(payload) < length:
+            raise ChildFailed("the pipe ended inside a frame", code=frames.GARBAGE)
+        return frames.unpack(payload)
+
+
+_pipes: Pipes | None = None
+
+
+def take_pipes() -> Pipes:
+    """Move the daemon's pipes away from descriptors 0 and 1, once: 0 becomes /dev/null and 1 becomes stderr.
+
+    Safe to call again (the same pipes are returned), so a module may call it on its first line, before heavy imports.
+    """
+    global _pipes
+    if _pipes is None:
+        incoming, outgoing = os.dup(0), os.dup(1)  # not inheritable: they do not outlive an exec
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        faulthandler.enable(file=2)  # a crash in native code leaves its Python stack in the daemon's log
+        _pipes = Pipes(os.fdopen(incoming, "rb", buffering=0x10000), outgoing)
+    return _pipes
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End this process now, and with it every process it started that is still in its group."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(status)
+
+
+def run_child(verbs: Mapping[str, Verb]) -> NoReturn:
+    """Serve ``verbs`` to the daemon until it goes away; never returns.
+
+    A ``RollmeshError`` raised by a verb travels with its code and sentence; any other exception becomes
+    ``child.failed`` with its type and message, and its traceback goes to stderr, which the daemon keeps.
+    """
+    pipes = take_pipes()
+    if hasattr(os, "setsid"):
+        with contextlib.suppress(PermissionError):  # already a group's leader: the daemon made the session
+            os.setsid()
+    desk = _Desk(pipes, verbs)
+    threading.Thread(target=desk.listen, name="rollmesh-pipe", daemon=True).start()
+    pipes.send(frames.pack(frames.READY, 0))
+    desk.work()
+
+
+class _Desk:
+    """Takes frames in one thread and works on calls in the main one."""
+
+    def __init__(self, pipes: Pipes, verbs: Mapping[str, Verb]) -> None:
+        self._pipes = pipes
+        self._verbs = verbs
+        self._calls: SimpleQueue[Body] = SimpleQueue()
+        self._cancelled = -1  # the daemon cancels the call in progress only, and ids ascend
+
+    def listen(self) -> None:
+        try:
+            while (frame := self._pipes.receive()) is not None:
+                if frame["kind"] == frames.CANCEL:
+                    self._cancelled = _id_of(frame)
+                else:
+                    self._calls.put(frame)
+        except (ChildFailed, OSError) as error:
+            with contextlib.suppress(OSError):
+                os.write(2, f"the daemon's pipe broke: {error}\n".encode())
+            leave(BROKEN_PIPE_STATUS)
+        leave()
+
+    def work(self) -> NoReturn:
+        while True:
+            self._pipes.send(perform(self._verbs, self._calls.get(), self._stream))
+
+    def _stream(self, call_id: int, items: Iterator[Body]) -> None:
+        try:
+            while self._cancelled != call_id:
+                item = next(items, None)
+                if item is None:
+                    return
+                self._pipes.send(frames.pack(frames.ITEM, call_id, {"body": item}))
+        finally:
+            close = getattr(items, "close", None)
+            if callable(close):
+                close()
+
+
+def perform(verbs: Mapping[str, Verb], frame: Body, stream: Callable[[int, Iterator[Body]], None]) -> bytes:
+    """Execute one call; ``stream`` sends the items of an iterator, the returned frame ends the call."""
+    call_id = _id_of(frame)
+    try:
+        verb = verbs.get(str(frame.get("verb")))
+        if verb is None:
+            raise ChildFailed(f"this child has no verb {frame.get('verb')!r}", code="child.verb")
+        answer = verb(frames.body_of(frame))
+        if isinstance(answer, dict):
+            return frames.pack(frames.RESULT, call_id, {"body": answer})
+        if isinstance(answer, Iterator):
+            stream(call_id, answer)
+            return frames.pack(frames.END, call_id)
+        raise ChildFailed(f"the verb {frame.get('verb')!r} returned a {type(answer).__name__}")
+    except RollmeshError as error:
+        return frames.pack(frames.ERROR, call_id, {"code": error.code, "detail": error.detail})
+    except Exception as error:  # noqa: BLE001 - the boundary: whatever a verb raises is told, and the child lives on
+        traceback.print_exc(file=sys.stderr)
+        return frames.pack(frames.ERROR, call_id, {"code": ChildFailed.default_code, "detail": describe(error)})
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception in one line of at most 1,000 characters."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}"[:1000] if message else type(error).__name__
+
+
+def _id_of(frame: Body) -> int:
+    call_id = frame["id"]
+    assert isinstance(call_id, int)  # frames.unpack has checked it
+    return call_id

@@ -1,0 +1,410 @@
+"""The daemon's side of a child process: ``open_child(spec)`` starts it, ``Child.call`` and ``Child.stream`` talk to it.
+
+The invariants: one call is in progress at a time and the others wait their turn in order; every wait has a deadline or
+is ended by the child's death; a dead, hung or babbling child is killed with its whole process group and every waiting
+call raises ``ChildFailed`` with words at once; a call that its caller gave up keeps the turn until the child has
+answered it, so answers are never mixed up. A child dies with its daemon because its stdin ends (see ``child``).
+
+It does not restart anything (``supervisor`` does) and knows no verb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from rollmesh_peer.children import frames
+from rollmesh_peer.children.failure import CLOSED, KILLED, LATE, START, describe_exit, error_of, quote
+from rollmesh_peer.children.frames import Body
+from rollmesh_protocol.errors import ChildFailed
+
+log = logging.getLogger("rollmesh.children")
+
+READ_BYTES: Final = 256 * 1024
+"""One read of a child's pipe; a Linux pipe holds 64 KiB, and up to 1 MiB where it was enlarged."""
+TAIL_LINES: Final = 50
+"""Last lines of a child's stderr that are kept: a Python traceback with its cause fits."""
+LINE_CHARS: Final = 1000
+"""Longest kept piece of one stderr line."""
+CLOSE_GRACE_S: Final = 1.0
+"""A child that was told to leave by closing its stdin is killed after this long; ours leave within milliseconds."""
+REAP_S: Final = 10.0
+"""A killed process that is still there after this long hangs in the kernel (a GPU driver); it is left behind."""
+DRAIN_S: Final = 1.0
+"""After a child's exit its pipes are read for so long; only a grandchild outside its group can hold them open."""
+CHILD_OOM_SCORE: Final = "500"
+"""Linux kills the process with the highest score first when memory runs out: the child, never the daemon."""
+KEPT_VARIABLES: Final = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT",
+    "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+    "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "PYTHONPATH",
+)  # fmt: skip
+"""What :func:`kept_environment` copies for an engine or trainer: paths, locale, devices. No tokens, no keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """How a child process is started. ``environment`` is everything it sees: nothing is inherited."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_deadline_s: float = 60.0
+    """From the start to the child's ``ready`` frame; importing torch takes 1 s here and a minute on a cold disk."""
+    nice: int = 0
+    """Added to the daemon's own niceness, 0 to 19."""
+    memory_limit_bytes: int | None = None
+    """``RLIMIT_DATA`` of the child (Linux), or None. Not for CUDA processes: drivers reserve what they never use."""
+
+
+def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a module of ours in this Python; the working directory is kept off its import path."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def kept_environment(source: Mapping[str, str], extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of ``source`` that an engine or trainer needs, and ``extra``."""
+    return {name: source[name] for name in KEPT_VARIABLES if name in source} | dict(extra or {})
+
+
+class _Job:
+    """One call in progress: the reader puts its frames in, the caller takes them out."""
+
+    def __init__(self, call_id: int, verb: str) -> None:
+        self.call_id = call_id
+        self.verb = verb
+        self.ended = trio.Event()
+        # One frame of slack: a slow consumer stops the reader, the pipe fills, and the child waits.
+        self.send, self.receive = trio.open_memory_channel[Body](1)
+
+
+class Child:
+    """A running child process. Made by :func:`open_child`; its methods may be called from any number of tasks."""
+
+    def __init__(self, spec: ChildSpec, process: trio.Process) -> None:
+        self.spec = spec
+        self._process = process
+        self._turn = trio.Semaphore(1, max_value=1)
+        self._ids = itertools.count(1)
+        self._job: _Job | None = None
+        self._outbox, self._to_write = trio.open_memory_channel[bytes](math.inf)  # at most a call and its cancel
+        self._ready = trio.Event()
+        self._piped = trio.Event()
+        self._stderr_read = trio.Event()
+        self._dead = trio.Event()
+        self._blame: tuple[str, str] | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._nursery: trio.Nursery | None = None
+        self._service = trio.CancelScope(shield=True)
+
+    # --- what owners see ---------------------------------------------------------------------------------------------
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, minus the signal's number for a killed child, or None while it lives."""
+        return self._process.returncode
+
+    @property
+    def is_alive(self) -> bool:
+        """False as soon as no call can succeed any more."""
+        return not self._dead.is_set() and self._blame is None
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """The last lines of its stderr, oldest first, at most :data:`TAIL_LINES`."""
+        return tuple(self._tail)
+
+    async def wait_dead(self) -> ChildFailed:
+        """Wait until the process is gone; returns the reason, in words."""
+        await self._dead.wait()
+        return self.failure()
+
+    def failure(self) -> ChildFailed:
+        """Why this child is of no use any more, with its last words."""
+        if self._blame is not None:
+            code, how = self._blame
+        else:
+            code, how = describe_exit(self.returncode)
+        return ChildFailed(f"the {self.spec.name} process (pid {self.pid}) {how}{quote(self._tail)}", code=code)
+
+    def kill(self, how: str = "was killed by its daemon", *, code: str = KILLED) -> None:
+        """End the process and its whole group now. ``how`` continues the sentence "the engine process ..."."""
+        if self._dead.is_set():
+            return
+        self._blame = self._blame or (code, how)
+        _kill_group(self._process)
+
+    async def call(self, verb: str, body: Mapping[str, object], *, deadline_s: float) -> Body:
+        """The answer of ``verb``. ``deadline_s`` counts from this call's turn; a child that misses it is killed.
+
+        Raises ``ChildFailed`` when the child died, hung or failed, and the child's own ``RollmeshError`` rebuilt.
+        """
+        async with self._turn_of(verb, body, patience_s=deadline_s) as job:
+            return self._expect(await self._next_frame(job, deadline_s), job, frames.RESULT)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, verb: str, body: Mapping[str, object], *, item_deadline_s: float
+    ) -> AsyncIterator[AsyncIterator[Body]]:
+        """``async with child.stream(...) as items: async for item in items: ...``; leaving early cancels the call.
+
+        ``item_deadline_s`` bounds the wait for each item and for the end; a child that misses it is killed.
+        """
+        async with self._turn_of(verb, body, patience_s=item_deadline_s) as job:
+            items = self._items(job, item_deadline_s)
+            try:
+                yield items
+            finally:
+                await items.aclose()
+
+    # --- one call ----------------------------------------------------------------------------------------------------
+    async def _items(self, job: _Job, item_deadline_s: float) -> AsyncGenerator[Body, None]:
+        while (frame := await self._next_frame(job, item_deadline_s))["kind"] != frames.END:
+            yield self._expect(frame, job, frames.ITEM)
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, verb: str, body: Mapping[str, object], *, patience_s: float) -> AsyncIterator[_Job]:
+        """Wait for the turn, send the call, and give the turn up again once the child has ended it."""
+        call_id = next(self._ids)
+        frame = frames.pack(frames.CALL, call_id, {"verb": verb, "body": dict(body)})
+        await self._turn.acquire()
+        if not self.is_alive:
+            self._turn.release()
+            raise self.failure()
+        job = self._job = _Job(call_id, verb)
+        self._outbox.send_nowait(frame)
+        try:
+            yield job
+        finally:
+            job.receive.close()
+            if not job.ended.is_set():
+                assert self._nursery is not None
+                self._nursery.start_soon(self._outlive, job, patience_s)
+
+    async def _outlive(self, job: _Job, patience_s: float) -> None:
+        """Cancel a call whose caller has gone, and wait for the child to notice; one that never does is killed."""
+        if not self._dead.is_set():
+            self._outbox.send_nowait(frames.pack(frames.CANCEL, job.call_id))
+        with trio.move_on_after(patience_s):
+            await job.ended.wait()
+            return
+        self.kill(f"went on with the cancelled call {job.verb!r} for more than {patience_s:g} s", code=LATE)
+
+    async def _next_frame(self, job: _Job, deadline_s: float) -> Body:
+        with trio.move_on_after(deadline_s):
+            try:
+                return await job.receive.receive()
+            except trio.EndOfChannel:
+                raise self.failure() from None
+        self.kill(f"did not answer {job.verb!r} within {deadline_s:g} s", code=LATE)
+        raise self.failure()
+
+    def _expect(self, frame: Body, job: _Job, kind: str) -> Body:
+        if frame["kind"] == frames.ERROR:
+            raise error_of(self.spec.name, frame)
+        if frame["kind"] != kind:
+            raise ChildFailed(f"the {self.spec.name} process answered {job.verb!r} with a {frame['kind']} frame")
+        return frames.body_of(frame)
+
+    def _end_job(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.ended.set()
+            job.send.close()
+            self._turn.release()
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+    async def _serve(self) -> None:
+        """The tasks behind every call. Shielded: the child is closed in order also when its owner is cancelled."""
+        with self._service:
+            async with trio.open_nursery() as self._nursery:
+                for task in (self._read_frames, self._write_frames, self._read_stderr, self._await_exit):
+                    self._nursery.start_soon(task)
+
+    async def _until_ready(self) -> None:
+        with trio.move_on_after(self.spec.start_deadline_s) as scope:
+            await self._ready.wait()
+        if scope.cancelled_caught:
+            self.kill(f"was not ready within {self.spec.start_deadline_s:g} s of its start", code=START)
+        if not self.is_alive:
+            await self._dead.wait()
+            raise self.failure()
+        log.debug("the %s process runs as pid %d", self.spec.name, self.pid)
+
+    async def _read_frames(self) -> None:
+        """Give every frame to the call in progress; ends at end-of-file or with the first thing that is no frame."""
+        assert self._process.stdout is not None
+        try:
+            async for frame in _frames_of(self._process.stdout):
+                if frame["kind"] == frames.READY:
+                    self._ready.set()
+                    continue
+                job = self._job
+                if job is None or frame["id"] != job.call_id:
+                    raise ChildFailed("answered a call that nobody made", code=frames.GARBAGE)
+                with contextlib.suppress(trio.BrokenResourceError):  # the caller has gone: the item is dropped
+                    await job.send.send(frame)
+                if frame["kind"] in (frames.RESULT, frames.END, frames.ERROR):
+                    self._end_job()
+        except ChildFailed as error:
+            self.kill(f"wrote nonsense into its pipe and was killed: {error.detail}", code=error.code)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        self._piped.set()
+        # End-of-file without an exit: nothing can be said to this child any more.
+        with trio.move_on_after(CLOSE_GRACE_S):
+            await self._dead.wait()
+            return
+        self.kill("closed its pipe and was killed", code=frames.GARBAGE)
+
+    async def _write_frames(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # its death is noticed elsewhere
+            async for frame in self._to_write:
+                await self._process.stdin.send_all(frame)
+
+    async def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        rest = b""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for piece in self._process.stderr:
+                *lines, rest = (rest + bytes(piece)).split(b"\n")
+                self._hear(lines)
+                if len(rest) > LINE_CHARS:
+                    self._hear([rest])
+                    rest = b""
+        self._hear([rest])
+        self._stderr_read.set()
+
+    def _hear(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            text = line[:LINE_CHARS].decode("utf-8", "replace").rstrip()
+            if text:
+                self._tail.append(text)
+                log.debug("%s: %s", self.spec.name, text)
+
+    async def _await_exit(self) -> None:
+        await self._process.wait()
+        _kill_group(self._process)  # what it has left behind, an engine's workers for instance
+        with trio.move_on_after(DRAIN_S):
+            await self._piped.wait()
+            await self._stderr_read.wait()
+        self._dead.set()
+        self._ready.set()
+        self._end_job()
+        log.debug("%s", self.failure().detail)
+
+    async def _close(self) -> None:
+        """Tell it to leave by ending its stdin, then make it; returns when it is gone."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        if not self._dead.is_set():
+            self._blame = self._blame or (CLOSED, "was stopped by its daemon")
+            await process.stdin.aclose()
+            await self._wait_gone()
+        self._service.cancel()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            await pipe.aclose()
+
+    async def _wait_gone(self) -> None:
+        with trio.move_on_after(CLOSE_GRACE_S):
+            await self._dead.wait()
+            return
+        _kill_group(self._process)
+        with trio.move_on_after(REAP_S):
+            await self._dead.wait()
+            return
+        log.warning("the %s process (pid %d) survives being killed; it is left behind", self.spec.name, self.pid)
+
+
+@contextlib.asynccontextmanager
+async def open_child(spec: ChildSpec) -> AsyncIterator[Child]:
+    """Start a child and wait for its ``ready`` frame; it is gone when the block is left.
+
+    Raises ``ChildFailed`` when it cannot be started, dies on the way, or is not ready in time. An exception of the
+    block comes out as it is, never in an exception group.
+    """
+    child = Child(spec, await _start(spec))
+    failure: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            nursery.start_soon(child._serve)
+            await child._until_ready()
+            yield child
+        except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery
+            failure = error
+        nursery.cancel_scope.shield = True
+        await child._close()
+    if failure is not None:
+        raise failure
+
+
+async def _start(spec: ChildSpec) -> trio.Process:
+    try:
+        process = await trio.lowlevel.open_process(
+            list(spec.argv),
+            stdin=-1,
+            stdout=-1,
+            stderr=-1,
+            env=dict(spec.environment),
+            start_new_session=True,  # the terminal's Ctrl-C is the daemon's to handle
+        )
+    except OSError as error:
+        raise ChildFailed(f"the {spec.name} process cannot be started: {error}", code=START) from error
+    try:
+        _limit(spec, process.pid)
+    except OSError as error:  # it may be gone already; its exit is told in words later
+        log.warning("the limits of the %s process are not set: %s", spec.name, error)
+    return process
+
+
+def _limit(spec: ChildSpec, pid: int) -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    import resource
+
+    Path(f"/proc/{pid}/oom_score_adj").write_text(CHILD_OOM_SCORE)
+    if spec.nice:
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + spec.nice)
+    if spec.memory_limit_bytes is not None:
+        resource.prlimit(pid, resource.RLIMIT_DATA, (spec.memory_limit_bytes, spec.memory_limit_bytes))
+
+
+def _kill_group(process: trio.Process) -> None:
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    elif process.returncode is None:
+        process.kill()
+
+
+async def _frames_of(pipe: trio.abc.ReceiveStream) -> AsyncIterator[Body]:
+    """Whole frames from a pipe. Raises ``ChildFailed`` for what is no frame; a torn last frame is an end-of-file."""
+    buffer = bytearray()
+    while True:
+        while len(buffer) >= frames.HEADER.size:
+            end = frames.HEADER.size + frames.payload_length(bytes(buffer[: frames.HEADER.size]))
+            if len(buffer) < end:
+                break
+            frame = frames.unpack(bytes(memoryview(buffer)[frames.HEADER.size : end]))
+            del buffer[:end]
+            yield frame
+        piece = await pipe.receive_some(READ_BYTES)
+        if not piece:
+            return
+        buffer += piece

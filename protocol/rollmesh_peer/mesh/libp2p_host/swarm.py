@@ -1,0 +1,220 @@
+"""Who may connect, and what happens to a stream: the library's swarm with admission in front and no dialling behind.
+
+Mends of the library: an inbound slot is given back when its connection ends, not when the swarm does; an error in a
+stream's handler ends that stream and counts as an offence, and never the host; nothing is remembered of a failed dial;
+no peer holds more than ``limits.MAX_CONNECTIONS_PER_PEER`` connections; nothing dials on its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+from libp2p.abc import IMuxedConn, INetStream
+from libp2p.crypto.keys import KeyPair
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
+from multiaddr import Multiaddr
+
+from rollmesh_peer.mesh.address import PeerAddress, block_of
+from rollmesh_peer.mesh.libp2p_host.transport import GuardedConnection, Upgrader, dial_tcp
+from rollmesh_peer.mesh.libp2p_host.yamux import YamuxConnection
+from rollmesh_peer.mesh.rates import OffenceBook, TokenBucket
+from rollmesh_protocol import limits
+from rollmesh_protocol.errors import LinkLost
+from rollmesh_protocol.identity import short
+
+log = logging.getLogger("rollmesh.mesh.swarm")
+
+StreamTask = Callable[[INetStream], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """How many connections: in all, of one address block, and in their handshake at a time."""
+
+    connections: int
+    per_block: int
+    handshakes: int = limits.MAX_HANDSHAKES
+
+
+class GuardedSwarm(Swarm):
+    """The connections of one host."""
+
+    def __init__(self, keys: KeyPair, *, caps: Caps) -> None:
+        self.caps = caps
+        self.offences = OffenceBook()
+        self._handshakes = 0
+        self._inbound = 0
+        self._blocks: Counter[str] = Counter()
+        self._opening: dict[str, TokenBucket] = {}
+        self._lost: dict[ID, trio.Event] = {}
+        peer_id = ID.from_pubkey(keys.public_key)
+        peerstore = PeerStore()
+        peerstore.add_key_pair(peer_id, keys)
+        upgrader = Upgrader(keys, is_welcome=self._is_welcome, report=self.report)
+        config = ConnectionConfig(
+            max_connections=caps.connections,
+            high_watermark=caps.connections,
+            min_connections=0,
+            low_watermark=0,
+            max_connections_per_peer=limits.MAX_CONNECTIONS_PER_PEER + 1,
+            inbound_upgrade_timeout=limits.HANDSHAKE_S,
+            outbound_upgrade_timeout=limits.HANDSHAKE_S,
+        )
+        super().__init__(peer_id, peerstore, upgrader, [], RetryConfig(max_retries=0), config)
+
+    # --- connections -------------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Nothing runs by itself: no pruning, no connecting to peers that somebody named."""
+        await self.manager.wait_finished()
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """One incoming TCP connection, from its first byte to its last."""
+        raw = GuardedConnection(stream, initiator=False)
+        block = block_of(raw.remote) if raw.remote else None
+        try:
+            if raw.remote is None or not await self.connection_gate.is_allowed(Multiaddr(str(raw.remote))):
+                return
+            if self._inbound >= max(1, self.caps.connections - limits.RESERVED_CONNECTIONS):
+                return
+            if self._handshakes >= self.caps.handshakes or (block and self._blocks[block] >= self.caps.per_block):
+                return
+            self._count(block, 1)
+            try:
+                await self._serve_counted(raw)
+            finally:
+                self._count(block, -1)
+        except Exception as error:  # noqa: BLE001 - whatever a stranger provokes in the handshake
+            log.debug("an incoming connection from %s failed: %r", raw.remote, error)
+        finally:
+            with trio.CancelScope(shield=True):
+                await raw.close()
+
+    async def dial(self, address: PeerAddress) -> None:
+        """Connect to the peer that must answer at ``address``. The caller sets the deadline.
+
+        Raises:
+            LinkLost: it does not answer, or somebody else does.
+        """
+        if len(self.get_connections()) >= self.caps.connections:
+            raise LinkLost(f"all {self.caps.connections} connections are in use")
+        raw = await dial_tcp(address.endpoint)
+        try:
+            await self.upgrade_outbound_raw_conn(raw, ID.from_base58(address.peer))
+        except LinkLost:
+            raise
+        except Exception as error:
+            log.debug("dialling %s failed: %r", address, error)
+            raise LinkLost(_dial_failure(address, error)) from error
+
+    async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
+        """Register a connection; the oldest one to the same peer gives way to one too many."""
+        connection = await super().add_conn(muxed_conn, direction)
+        for old in self.get_connections(muxed_conn.peer_id)[: -limits.MAX_CONNECTIONS_PER_PEER]:
+            self.manager.run_task(old.close)
+        return connection
+
+    def remove_conn(self, swarm_conn: SwarmConn) -> None:
+        """Forget a connection; whoever waits for the loss of its peer is told when it was the last."""
+        super().remove_conn(swarm_conn)
+        peer_id = swarm_conn.muxed_conn.peer_id
+        if peer_id not in self.connections:
+            self._opening.pop(str(peer_id), None)
+            lost = self._lost.pop(peer_id, None)
+            if lost is not None:
+                lost.set()
+
+    async def notify_disconnected(self, conn: object) -> None:
+        """Tell the listeners; the library would also note the peer down for ever."""
+        await self._notify("disconnected", conn)
+
+    async def wait_lost(self, peer_id: ID) -> None:
+        """Return when no connection to the peer is left."""
+        while peer_id in self.connections:
+            await self._lost.setdefault(peer_id, trio.Event()).wait()
+
+    def newest(self, peer_id: ID) -> list[SwarmConn]:
+        """The usable connections to a peer, the newest first."""
+        found = [c for c in self.get_connections(peer_id) if isinstance(c, SwarmConn) and not c.muxed_conn.is_closed]
+        return found[::-1]
+
+    async def close_all(self) -> None:
+        """Close every connection, all at one time: the library takes 0.2 s for each in turn."""
+        async with trio.open_nursery() as nursery:
+            for connection in self.get_connections():
+                nursery.start_soon(connection.close)
+
+    # --- streams and offences ----------------------------------------------------------------------------------------
+    def guard_streams(self, handle: StreamTask) -> None:
+        """Handle every incoming stream with ``handle``; its errors end the stream, and the peer after too many."""
+
+        async def guarded(stream: INetStream) -> None:
+            peer = str(stream.muxed_conn.peer_id)
+            try:
+                if not self._may_open(peer):
+                    self.report(peer, "streams opened faster than they can be looked at")
+                    return
+                await handle(stream)
+            except Exception as error:  # noqa: BLE001 - the boundary that keeps the host alive
+                log.debug("a stream of %s failed: %r", short(peer), error)
+                self.report(peer, repr(error))
+            finally:
+                with trio.CancelScope(shield=True):
+                    await stream.reset()
+
+        self.set_stream_handler(guarded)
+
+    def report(self, peer: str, what: str, *, weight: float = 1.0) -> None:
+        """Count an offence; after ``limits.MAX_OFFENCES`` the peer is shut out for ``limits.BAN_S``."""
+        log.debug("an offence of %s: %s", short(peer), what)
+        if self.offences.record(peer, now=trio.current_time(), weight=weight):
+            log.warning("shutting %s out for %.0f s: %s", short(peer), limits.BAN_S, what)
+            for connection in self.get_connections(ID.from_base58(peer)):
+                self.manager.run_task(connection.close)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+    async def _serve_counted(self, raw: GuardedConnection) -> None:
+        self._handshakes += 1
+        try:
+            muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(str(raw.remote)))
+        finally:
+            self._handshakes -= 1
+        if isinstance(muxed, YamuxConnection):
+            await muxed.event_closed.wait()
+
+    def _count(self, block: str | None, delta: int) -> None:
+        self._inbound += delta
+        if block is None:
+            return
+        self._blocks[block] += delta
+        if self._blocks[block] <= 0:
+            del self._blocks[block]
+
+    def _is_welcome(self, peer: str) -> bool:
+        return peer != str(self.self_id) and not self.offences.is_banned(peer, now=trio.current_time())
+
+    def _may_open(self, peer: str) -> bool:
+        """Twice what the router answers: beyond it not even a refusal is worth its cost."""
+        now = trio.current_time()
+        bucket = self._opening.get(peer)
+        if bucket is None:
+            rate, burst = 2 * limits.MAX_REQUESTS_PER_S, 2 * limits.REQUEST_BURST
+            bucket = self._opening[peer] = TokenBucket(rate=rate, burst=burst, now=now)
+        return bucket.take(now)
+
+
+def _dial_failure(address: PeerAddress, error: Exception) -> str:
+    text = f"{error} {error.__cause__}"
+    if "mismatch" in text.lower() or "PeerIDMismatchesPubkey" in repr(error.__cause__):
+        return f"somebody else answers at {address.endpoint}, not {address.peer}"
+    if isinstance(error, SwarmException):
+        return f"{address.endpoint} answers, but does not speak Noise and yamux with us"
+    return f"{address.endpoint} hung up"

@@ -1,0 +1,163 @@
+"""Between a model's tensors and the flat image of its layout: measure, copy in, copy out, compare.
+
+Invariant: the image is a file that other processes map too, so a model never computes on its pages: weights are
+copied. An image written here is the bytes of :class:`rollmesh_protocol.layout.Layout`: every tensor at its offset,
+zeros between, and it appears under its name only when complete.
+
+Not here: who verifies an image against a root (the daemon, before any child sees it), and building models
+(:mod:`.loader`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollmesh_protocol.errors import ChildFailed, Refused
+from rollmesh_protocol.layout import Dtype, Layout, TensorSpec
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_NAMES: Final[Mapping[torch.dtype, Dtype]] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_PIECE: Final = 1 << 20
+"""Elements summed at a time: 8 MiB of uint64."""
+
+Sums = tuple[int, int]
+"""Sum of the 16-bit words of a tensor and of their squares, mod 2^64."""
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, sorted by name, a tied tensor once (its first name)."""
+    saved = model.state_dict(keep_vars=True).keys()
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    named.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {name: named[name] for name in sorted(named)}
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Return the layout of a model, on any device ('meta' too). ``Refused("patch.dtype")`` for other dtypes."""
+    specs = []
+    for name, tensor in weights_of(model).items():
+        if tensor.dtype not in _NAMES:
+            raise Refused("patch.dtype", f"the tensor {name} has type {tensor.dtype}; runs use bf16, fp16 or fp32")
+        specs.append(TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape)))
+    return Layout(tensors=tuple(specs))
+
+
+def copy_image_into(model: nn.Module, *, layout: Layout, image: Path) -> None:
+    """Copy every tensor of ``image`` into the model's own memory, on whatever device that is.
+
+    Raises ``ChildFailed("node.weights")`` when the file's length or the model's tensors do not fit the layout.
+    """
+    weights = weights_of(model)
+    if layout_of(model) != layout:
+        raise ChildFailed("the model built from the config does not have the run's layout", code="node.weights")
+    with _mapped(image, layout) as tensor_at, torch.no_grad():
+        for index, spec in enumerate(layout.tensors):
+            weights[spec.name].copy_(tensor_at(index))
+
+
+def write_image(weights: Mapping[str, Tensor], *, layout: Layout, image: Path, durable: bool = False) -> None:
+    """Write the image of named tensors (see :func:`weights_of`) atomically; ``durable`` waits for the disk as well.
+
+    Tensors are converted to the layout's dtype (fp32 masters to bf16: round to nearest even). KeyError when one is
+    missing, ValueError when its shape differs.
+    """
+    partial = image.with_name(f"{image.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            for spec, offset in zip(layout.tensors, layout.offsets, strict=True):
+                file.write(bytes(offset - file.tell()))
+                file.write(_bytes_of(weights[spec.name], spec))
+            file.write(bytes(layout.image_bytes - file.tell()))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(image)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def image_sums(image: Path, *, layout: Layout) -> tuple[Sums, ...]:
+    """Return the reload sums of every tensor of an image file, computed with numpy alone."""
+    sums = []
+    with _mapped(image, layout) as tensor_at:
+        for index in range(len(layout.tensors)):
+            words = tensor_at(index).reshape(-1).view(torch.int16).numpy().view(np.uint16)
+            sums.append(_sums(words))
+    return tuple(sums)
+
+
+def model_sums(model: nn.Module, *, layout: Layout) -> tuple[Sums, ...]:
+    """Return the reload sums of every tensor of a model, computed where the tensors live.
+
+    They survive fusing, transposing, zero padding and sharding: sums of parts add up (mod 2^64).
+    """
+    weights = weights_of(model)
+    return tuple(_tensor_sums(weights[spec.name].detach()) for spec in layout.tensors)
+
+
+def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
+    """Raise ``ChildFailed("node.weights")`` with the tensor's name when model and image do not hold the same bits."""
+    expected, found = image_sums(image, layout=layout), model_sums(model, layout=layout)
+    for spec, want, have in zip(layout.tensors, expected, found, strict=True):
+        if want != have:
+            raise ChildFailed(f"after loading, the tensor {spec.name} does not hold the bits of the weights file",
+                              code="node.weights")
+
+
+def _tensor_sums(tensor: Tensor) -> Sums:
+    words = tensor.contiguous().reshape(-1).view(torch.int16)
+    if words.device.type == "cpu":
+        return _sums(words.numpy().view(np.uint16))
+    total, squares = 0, 0
+    for piece in words.split(_PIECE * 16):
+        wide = piece.long() & 0xFFFF
+        total += int(wide.sum())
+        squares += int((wide * wide).sum())
+    return total % 2**64, squares % 2**64
+
+
+def _sums(words: NDArray[np.uint16]) -> Sums:
+    total, squares = 0, 0
+    for start in range(0, words.size, _PIECE):
+        wide = words[start : start + _PIECE].astype(np.uint64)
+        total += int(wide.sum())
+        squares += int(np.dot(wide, wide))
+    return total % 2**64, squares % 2**64
+
+
+def _bytes_of(tensor: Tensor, spec: TensorSpec) -> NDArray[np.uint8]:
+    if tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"the tensor {spec.name} has shape {tuple(tensor.shape)}, not {spec.shape}")
+    plain = tensor.detach().to(device="cpu", dtype=TORCH_DTYPES[spec.dtype]).contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy()
+
+
+@contextmanager
+def _mapped(image: Path, layout: Layout) -> Iterator[Callable[[int], Tensor]]:
+    """Yield a function from a tensor's index to a view of the mapped file; the views die with the context."""
+    with image.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != layout.image_bytes:
+            raise ChildFailed(f"the weights file has {size} bytes, the layout {layout.image_bytes}", code="node.weights")
+        # Copy-on-write only because torch warns about read-only memory; nothing is ever written.
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
+
+    def tensor_at(index: int) -> Tensor:
+        spec = layout.tensors[index]
+        dtype = TORCH_DTYPES[spec.dtype]
+        if mapped is None or not spec.elements:
+            return torch.empty(spec.shape, dtype=dtype)
+        flat = torch.frombuffer(mapped, dtype=dtype, count=spec.elements, offset=layout.offsets[index])
+        return flat.reshape(spec.shape)
+
+    yield tensor_at

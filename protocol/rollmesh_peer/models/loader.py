@@ -1,0 +1,76 @@
+"""The one loader of engine, trainer and auditor: from a config and an image to a model with exactly those bits.
+
+Invariants: the same config gives the same computation in every process. Parameters are bf16, but RoPE's ``inv_freq``
+stays float32 (``model.to(bfloat16)`` would round it, and other positions would get other angles). Weights never come
+from anywhere but the verified image. No code that comes with a model is run.
+
+Attention is PyTorch's SDPA: on a CPU and on CUDA it runs a fused kernel that never holds the [T, T] scores, and takes
+the same masks everywhere. ``eager`` (plain matmul and softmax) is there to measure how much kernels differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from rollmesh_peer.models.architecture import read_config
+from rollmesh_peer.models.folder import Json
+from rollmesh_peer.models.image import check_reload, copy_image_into, layout_of
+from rollmesh_protocol import limits
+from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.layout import Layout
+
+Attention = Literal["sdpa", "eager"]
+DTYPE: Final = torch.bfloat16
+"""What is generated and trained with; a run's masters are float32 in the trainer alone."""
+
+
+def build_model(config: Json, *, attention: Attention = "sdpa", device: str = "cpu") -> PreTrainedModel:
+    """Return the model of a config in eval mode, without gradients, its weights not filled in yet.
+
+    On 'meta' it takes no memory (for layouts). Raises ``Refused("card.model")``: see :mod:`.architecture`.
+    """
+    read = read_config(config)
+    with torch.device("meta" if device == "meta" else "cpu"), _without_random_weights():
+        model = AutoModelForCausalLM.from_config(
+            read, dtype=DTYPE, attn_implementation=attention, trust_remote_code=False
+        )
+    model.tie_weights()
+    if device not in {"meta", "cpu"}:
+        model = model.to(device)  # device only: a dtype here would round inv_freq
+    return model.eval().requires_grad_(False)
+
+
+def layout_of_config(config: Json) -> Layout:
+    """Return the layout of a config's weights; ``Refused`` when it is not loaded or larger than a run may be."""
+    layout = layout_of(build_model(config, device="meta"))
+    if layout.image_bytes > limits.MAX_MODEL_BYTES:
+        raise Refused("card.model", f"the model takes {layout.image_bytes} bytes, more than a run may")
+    return layout
+
+
+def load_model(
+    config: Json, *, layout: Layout, image: Path, attention: Attention = "sdpa", device: str = "cpu"
+) -> PreTrainedModel:
+    """Return the model of a config with the weights of an image, checked by the reload sums.
+
+    Raises ``Refused("card.model")`` for the config, ``ChildFailed("node.weights")`` when image, layout and model do
+    not agree.
+    """
+    model = build_model(config, attention=attention, device=device)
+    copy_image_into(model, layout=layout, image=image)
+    check_reload(model, layout=layout, image=image)
+    return model
+
+
+@contextmanager
+def _without_random_weights() -> Iterator[None]:
+    """Skip the library's random initialisation, a second per 100M parameters that the image overwrites anyway."""
+    with no_init_weights():
+        yield

@@ -1,0 +1,144 @@
+"""Who holds what of one payload: our own chunks, and those of the peers with whom we keep a have stream.
+
+Bitmaps only, no I/O. The manifest may become known later than the first peer that asks about it: until then our own
+bitmap is empty (zero bytes, which no known payload has) and the others' are kept as they came.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from rollmesh_protocol import limits
+from rollmesh_protocol.chunks import bitmap_bytes
+from rollmesh_protocol.errors import Refused
+
+Bits = npt.NDArray[np.bool_]
+"""bool[chunks]: True for a chunk that is held."""
+
+UNKNOWN: Final = b""
+"""The bitmap of somebody who does not know the manifest."""
+
+
+class Pulse:
+    """Wakes everybody who waits, again and again."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def fire(self) -> None:
+        """Wake those who wait now."""
+        self._event.set()
+        self._event = trio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next :meth:`fire`."""
+        await self._event.wait()
+
+
+class Board:
+    """The bitmaps of one payload."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name: Final = name
+        self.changed: Final = Pulse()
+        """Fires when anything here changes."""
+        self.own_serial = 0
+        """Grows whenever we hold more (or know the manifest at last)."""
+        self.last_change = -float("inf")
+        self.is_fetching = False
+        self.talking: dict[str, int] = {}
+        """Have streams, either way, by peer."""
+        self.retry_at: dict[str, float] = {}
+        """When a peer that broke off or refused may be asked again."""
+        self._own: Bits | None = None
+        self._others: dict[str, bytes] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """True once the number of chunks is known."""
+        return self._own is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """True when we hold every chunk."""
+        return self._own is not None and bool(self._own.all())
+
+    def learn(self, held: Bits) -> None:
+        """The manifest is known, and this is what we hold."""
+        if self._own is None:
+            self._own = held.copy()
+            self._others = {peer: raw for peer, raw in self._others.items() if raw == UNKNOWN or self._fits(raw)}
+            self._note_own()
+
+    def gain(self, index: int) -> None:
+        """We hold one chunk more."""
+        if self._own is not None:
+            self._own[index] = True
+            self._note_own()
+
+    def own_bitmap(self) -> bytes:
+        """What we tell others."""
+        return UNKNOWN if self._own is None else np.packbits(self._own, bitorder="little").tobytes()
+
+    def hear(self, peer: str, bitmap: bytes) -> None:
+        """What ``peer`` says it holds.
+
+        Raises:
+            Refused: ``request.invalid`` for a bitmap that does not fit the payload.
+        """
+        if self._own is not None and bitmap != UNKNOWN and not self._fits(bitmap):
+            raise Refused("request.invalid", f"a bitmap of {len(bitmap)} bytes that does not fit the payload")
+        if self._others.get(peer) != bitmap:
+            self._others[peer] = bitmap
+            self._note()
+
+    def leave(self, peer: str) -> None:
+        """``peer`` is gone."""
+        if self._others.pop(peer, None) is not None:
+            self._note()
+
+    def others(self) -> dict[str, bytes]:
+        """The bitmap of each peer that knows the payload; empty while we do not."""
+        return {} if self._own is None else {peer: raw for peer, raw in self._others.items() if raw != UNKNOWN}
+
+    def bits(self, bitmap: bytes) -> Bits:
+        """One of :meth:`others`, unpacked."""
+        count = 0 if self._own is None else len(self._own)
+        return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").astype(np.bool_)
+
+    def has_everything(self, peer: str) -> bool:
+        """True when ``peer`` holds the whole payload."""
+        raw = self._others.get(peer, UNKNOWN)
+        return self._own is not None and raw != UNKNOWN and bool(self.bits(raw).all())
+
+    @property
+    def update_every_s(self) -> float:
+        """Least time between two updates: long for large bitmaps."""
+        size = 0 if self._own is None else bitmap_bytes(len(self._own))
+        return max(limits.HAVE_EVERY_S, size / limits.HAVE_BYTES_PER_S)
+
+    def _note_own(self) -> None:
+        self.own_serial += 1
+        self._note()
+
+    def _note(self) -> None:
+        self.last_change = trio.current_time()
+        self.changed.fire()
+
+    def _fits(self, raw: bytes) -> bool:
+        count = 0 if self._own is None else len(self._own)
+        if len(raw) != bitmap_bytes(count):
+            return False
+        spare = 8 * len(raw) - count
+        return not spare or raw[-1] >> (8 - spare) == 0
+
+
+def held_bits(held: frozenset[int], *, chunk_count: int) -> Bits:
+    """The indices of held chunks as bool[chunk_count]."""
+    bits = np.zeros(chunk_count, np.bool_)
+    bits[list(held)] = True
+    return bits

@@ -1,0 +1,181 @@
+"""One payload on disk, whole or in part, chunk by chunk against its manifest.
+
+While chunks are missing they lie at their places in a sparse ``.part`` file; with the last one the file is flushed and
+renamed to ``.payload``. A chunk counts as held only after its digest was checked by this process: at the write, or
+when a ``.part`` file of an earlier process is opened. Chunks are checked again whenever they are read, so a disk that
+rots costs a new download and never a wrong byte. Not here: which payloads there are, and when they go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from blake3 import blake3
+
+from rollmesh_peer.faults import fault_point
+from rollmesh_peer.weights import durable
+from rollmesh_protocol.errors import HostError, Refused
+from rollmesh_protocol.manifest import Manifest
+
+log = logging.getLogger("rollmesh.weights")
+
+PART: Final = ".part"
+WHOLE: Final = ".payload"
+
+
+class Payload:
+    """The payload of ``manifest`` under ``stem`` (a path without suffix). Safe to use from several threads."""
+
+    def __init__(self, stem: Path, manifest: Manifest) -> None:
+        self.manifest: Final = manifest
+        self._part = stem.with_name(stem.name + PART)
+        self._whole = stem.with_name(stem.name + WHOLE)
+        self._lock = Lock()
+        self._held: set[int] = set()
+        self._is_complete = False
+        self._open()
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every chunk is there and the file has its final name."""
+        return self._is_complete
+
+    @property
+    def path(self) -> Path:
+        """The whole file; Refused ``request.unknown`` while there is none."""
+        if not self._is_complete:
+            raise Refused("request.unknown", "the payload is not complete")
+        return self._whole
+
+    def held(self) -> frozenset[int]:
+        """The indices of the chunks that can be read."""
+        with self._lock:
+            return frozenset(self._held)
+
+    def write(self, index: int, chunk: bytes) -> None:
+        """Keep one chunk. Refused: ``request.unknown`` for no such index, ``chunk.digest``. HostError: the disk."""
+        if not 0 <= index < self.manifest.chunk_count:
+            raise Refused("request.unknown", f"there is no chunk {index}")
+        if len(chunk) != self.manifest.chunk_length(index) or not self._is_good(index, chunk):
+            raise Refused("chunk.digest")
+        with self._lock, durable.disk_errors("a chunk of the weights cannot be written"):
+            if index in self._held:
+                return
+            descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+            try:
+                os.ftruncate(descriptor, self.manifest.payload_bytes)
+                _write_at(descriptor, chunk, index * self.manifest.chunk_bytes)
+                fault_point("store.chunk_written")
+                self._held.add(index)
+                if len(self._held) < self.manifest.chunk_count:
+                    return
+                self._held.discard(index)  # whole only once it is flushed: a disk may fail here too
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            fault_point("store.payload_flushed")
+            durable.settle(self._part, self._whole)
+            self._held.add(index)
+            self._is_complete = True
+
+    def read(self, index: int) -> bytes:
+        """One chunk. Refused ``request.unknown`` when it is not held, or not what it was any more."""
+        with self._lock:
+            if index not in self._held:
+                raise Refused("request.unknown", f"chunk {index} is not held")
+            path = self._whole if self._is_complete else self._part
+            try:
+                with path.open("rb") as file:
+                    file.seek(index * self.manifest.chunk_bytes)
+                    chunk = file.read(self.manifest.chunk_length(index))
+            except OSError as error:
+                self._held.discard(index)
+                raise Refused("request.unknown", f"chunk {index} cannot be read: {error.strerror}") from error
+        if not self._is_good(index, chunk):
+            log.warning("chunk %d of %s has changed on the disk; it is fetched again", index, path.name)
+            self._forget(index)
+            raise Refused("request.unknown", f"chunk {index} is not held")
+        return chunk
+
+    def adopt(self, source: Path) -> None:
+        """``source``, a complete and good payload that nobody writes into any more, becomes this one's file."""
+        with self._lock:
+            size = source.stat().st_size
+            if size != self.manifest.payload_bytes:
+                raise HostError(f"{source} has {size} bytes where its manifest says {self.manifest.payload_bytes}")
+            durable.take_file(source, self._whole)
+            self._part.unlink(missing_ok=True)
+            self._held = set(range(self.manifest.chunk_count))
+            self._is_complete = True
+
+    def delete(self) -> None:
+        """Remove the file, whole or in part."""
+        with self._lock:
+            self._held.clear()
+            self._is_complete = False
+            self._whole.unlink(missing_ok=True)
+            self._part.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        size = self._whole.stat().st_size if self._whole.exists() else None
+        if size == self.manifest.payload_bytes:
+            self._held = set(range(self.manifest.chunk_count))
+            self._is_complete = True
+            self._part.unlink(missing_ok=True)
+            return
+        if size is not None:
+            log.warning("%s has %d bytes instead of %d; discarded", self._whole.name, size, self.manifest.payload_bytes)
+            self._whole.unlink()
+        if self._part.exists():
+            self._held = self._verified_part()
+            log.info("%d of %d chunks of an earlier download are good", len(self._held), self.manifest.chunk_count)
+            if len(self._held) == self.manifest.chunk_count:
+                durable.sync_file(self._part)
+                durable.settle(self._part, self._whole)
+                self._is_complete = True
+
+    def _verified_part(self) -> set[int]:
+        good = set()
+        with self._part.open("rb") as file:
+            for index in range(self.manifest.chunk_count):
+                start = index * self.manifest.chunk_bytes
+                if _is_hole(file.fileno(), start, start + self.manifest.chunk_length(index)):
+                    continue
+                file.seek(start)
+                if self._is_good(index, file.read(self.manifest.chunk_length(index))):
+                    good.add(index)
+        return good
+
+    def _forget(self, index: int) -> None:
+        """A chunk went bad: a whole payload becomes a partial one."""
+        with self._lock:
+            self._held.discard(index)
+            if self._is_complete:
+                # Where a snapshot is another name of this file, the chunk's new download mends both.
+                with durable.disk_errors("a damaged download cannot be set aside"):
+                    self._whole.replace(self._part)
+                self._is_complete = False
+
+    def _is_good(self, index: int, chunk: bytes) -> bool:
+        return blake3(chunk).digest() == self.manifest.chunk_digest(index)
+
+
+def _write_at(descriptor: int, chunk: bytes, offset: int) -> None:
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    rest = memoryview(chunk)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _is_hole(descriptor: int, start: int, end: int) -> bool:
+    """True when nothing was ever written between ``start`` and ``end``, as far as the file system can tell."""
+    if not hasattr(os, "SEEK_DATA"):
+        return False
+    try:
+        return os.lseek(descriptor, start, os.SEEK_DATA) >= end
+    except OSError:
+        return True  # no data up to the end of the file

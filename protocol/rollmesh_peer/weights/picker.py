@@ -1,0 +1,324 @@
+"""Which chunk to ask of whom next: the decisions of the chunk swarm, without a clock, a socket or a disk.
+
+Sources are neighbours and the learner. Rarest first among what the neighbours hold, ties at random, so that different
+nodes fetch different chunks; the learner is asked for what no neighbour has, and only then, one at a time, for what
+the neighbours are too busy to send. A late chunk is asked for elsewhere too; two strikes end a neighbour.
+
+Invariant: at most ``window`` asks are out to a source, a chunk that is asked for in time is not asked for twice (but
+at the very end), and a missing chunk that some live source holds is never forgotten. Not here: who is a neighbour
+(:mod:`~rollmesh_peer.weights.neighbourhood`), how long an ended one stays away (:mod:`~rollmesh_peer.weights.conduct`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from rollmesh_peer.weights.board import Bits
+from rollmesh_protocol import limits
+
+_MEDIAN_OF = 64
+"""Recent chunks whose median time sets the deadlines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """Ask ``peer`` for chunk ``index``. Times are on the caller's clock, in seconds."""
+
+    peer: str
+    index: int
+    asked: float
+    due: float
+    """From here on it is late, and may be asked of others too."""
+    give_up: float
+    """From here on the answer is not waited for."""
+
+
+@dataclass(slots=True)
+class _Source:
+    has: Bits
+    window: int = limits.FIRST_WINDOW
+    out: dict[int, Ask] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    denied: set[int] = field(default_factory=set)
+    """Chunks that it claims to hold and would not send."""
+    strikes: int = 0
+    timely: int = 0
+    patience: float = 1.0
+    struck_at: float = -math.inf
+    rest_until: float = -math.inf
+    has_ended: bool = False
+
+
+class Picker:
+    """The state of one fetch. Every method is immediate; times only ever grow."""
+
+    def __init__(
+        self, *, chunk_count: int, chunk_bytes: int, held: Collection[int], learner: str | None, random: Random
+    ) -> None:
+        self._missing: Bits = np.ones(chunk_count, np.bool_)
+        self._missing[list(held)] = False
+        self._missing_count = int(self._missing.sum())
+        self._asked = np.zeros(chunk_count, np.int16)
+        """Asks in time, and writes, by chunk."""
+        self._writing: set[int] = set()
+        self._holders = np.zeros(chunk_count, np.int32)
+        """Live neighbours, without the learner, by chunk."""
+        self._sources: dict[str, _Source] = {}
+        self._times: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._max_window = max(limits.FIRST_WINDOW, min(limits.MAX_WINDOW, limits.MAX_WINDOW_BYTES // chunk_bytes))
+        self._learner = learner
+        self._random = random
+
+    # --- who has what ------------------------------------------------------------------------------------------------
+    def offer(self, peer: str, has: Bits) -> None:
+        """``peer`` holds these chunks. A source that had ended comes back with one strike left."""
+        source = self._sources.get(peer)
+        if source is None:
+            source = self._sources[peer] = _Source(has=np.zeros_like(has))
+        elif source.has_ended:
+            strikes = max(0, limits.MAX_STRIKES - 1)
+            source = self._sources[peer] = _Source(has=np.zeros_like(has), window=1, strikes=strikes)
+        has = has.copy()
+        has[list(source.denied)] = False
+        if peer != self._learner:
+            self._holders += has.astype(np.int32) - source.has.astype(np.int32)
+        source.has = has
+
+    def lose(self, peer: str) -> None:
+        """``peer`` is gone: what was asked of it is asked of others."""
+        self.end(peer)
+        self._sources.pop(peer, None)
+
+    def end(self, peer: str) -> None:
+        """Ask nothing more of ``peer``, until it is offered again."""
+        source = self._sources.get(peer)
+        if source is None or source.has_ended:
+            return
+        for ask in list(source.out.values()):
+            self._release(source, ask)
+        if peer != self._learner:
+            self._holders -= source.has
+        source.has_ended = True
+
+    @property
+    def live_sources(self) -> frozenset[str]:
+        """Peers that may be asked."""
+        return frozenset(peer for peer, source in self._sources.items() if not source.has_ended)
+
+    @property
+    def missing_count(self) -> int:
+        """Chunks that are not stored yet."""
+        return self._missing_count
+
+    @property
+    def unheld_count(self) -> int:
+        """Missing chunks that no live source holds."""
+        reachable = np.zeros_like(self._missing)
+        for source in self._sources.values():
+            if not source.has_ended:
+                reachable |= source.has
+        return int((self._missing & ~reachable).sum())
+
+    # --- what to do now ----------------------------------------------------------------------------------------------
+    def asks(self, now: float) -> list[Ask]:
+        """The requests to send now, counted as sent."""
+        neighbours = [peer for peer in self._sources if peer != self._learner]
+        self._random.shuffle(neighbours)
+        found = self._rounds(neighbours, now)
+        if self._learner in self._sources:
+            found += self._rounds([self._learner], now)
+        return found
+
+    def overdue(self, now: float) -> tuple[str, ...]:
+        """Note what is late by now; the neighbours that struck out by it, which have ended."""
+        struck: list[str] = []
+        for peer, source in self._sources.items():
+            for index, ask in source.out.items():
+                if ask.due > now:
+                    continue
+                if index not in source.late:
+                    source.late.add(index)
+                    self._asked[index] -= 1
+                self._strike(peer, source, ask, now=now)
+            if source.strikes >= limits.MAX_STRIKES:
+                struck.append(peer)
+        return self._ended(struck)
+
+    def next_event(self, now: float) -> float:
+        """When :meth:`asks` or :meth:`overdue` may have news without anything else happening; infinity for never."""
+        endgame = self._endgame_s
+        times = [math.inf]
+        for source in self._sources.values():
+            times += [source.rest_until, source.struck_at + self._late_s * source.patience]
+            for ask in source.out.values():
+                times += [ask.asked + endgame, ask.due]
+        return min(time for time in times if time > now)
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+    def received(self, ask: Ask, *, now: float) -> bool:
+        """Chunk bytes arrived. True: check and store them, then call :meth:`stored` or :meth:`corrupt`."""
+        source = self._sources.get(ask.peer)
+        if source is not None and source.out.get(ask.index) is ask:
+            was_late = ask.index in source.late
+            self._release(source, ask)
+            self._times.append(now - ask.asked)
+            if not was_late:
+                self._praise(source)
+        if not self._missing[ask.index] or ask.index in self._writing:
+            return False
+        self._writing.add(ask.index)
+        self._asked[ask.index] += 1
+        return True
+
+    def stored(self, ask: Ask) -> None:
+        """The chunk is verified and on disk."""
+        self._writing.discard(ask.index)
+        self._asked[ask.index] -= 1
+        self._missing_count -= int(self._missing[ask.index])
+        self._missing[ask.index] = False
+
+    def corrupt(self, ask: Ask) -> None:
+        """The chunk has a wrong digest, which ends its source at once."""
+        self._writing.discard(ask.index)
+        self._asked[ask.index] -= 1
+        self.end(ask.peer)
+
+    def failed(self, ask: Ask, *, now: float) -> tuple[str, ...]:
+        """No answer, or a broken one: a strike. Returns the peer when it struck out."""
+        source = self._out_of(ask)
+        if source is None:
+            return ()
+        self._release(source, ask)
+        source.rest_until = now + limits.REST_S
+        self._strike(ask.peer, source, ask, now=now)
+        return self._ended([ask.peer] if source.strikes >= limits.MAX_STRIKES else [])
+
+    def busy(self, ask: Ask, *, now: float) -> None:
+        """The source has no room for us just now."""
+        source = self._out_of(ask)
+        if source is not None:
+            self._release(source, ask)
+            source.rest_until = now + limits.REST_S
+            source.window = max(1, source.window - 1)
+
+    def lacks(self, ask: Ask) -> None:
+        """The source does not have this chunk (any more)."""
+        source = self._out_of(ask)
+        if source is not None:
+            self._release(source, ask)
+            if ask.peer != self._learner:
+                self._holders[ask.index] -= int(source.has[ask.index])
+            source.has[ask.index] = False
+            source.denied.add(ask.index)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+    def _rounds(self, peers: list[str], now: float) -> list[Ask]:
+        """One chunk of each in turn, until none of ``peers`` takes another."""
+        found: list[Ask] = []
+        turn = [peer for peer in peers if self._is_ready(self._sources[peer], now)]
+        while turn:
+            again = []
+            for peer in turn:
+                source = self._sources[peer]
+                index = self._choose(peer, source, now)
+                if index is None:
+                    continue
+                found.append(self._ask(peer, source, index, now))
+                if self._is_ready(source, now):
+                    again.append(peer)
+            turn = again
+        return found
+
+    def _is_ready(self, source: _Source, now: float) -> bool:
+        return not source.has_ended and len(source.out) < source.window and source.rest_until <= now
+
+    def _choose(self, peer: str, source: _Source, now: float) -> int | None:
+        wanted = self._missing & source.has & (self._asked == 0)
+        if source.late:
+            wanted[list(source.late)] = False
+        candidates = np.flatnonzero(wanted)
+        rarity = self._holders[candidates]
+        least = rarity.min(initial=np.iinfo(np.int32).max)
+        if peer == self._learner and least > 0 and source.out:
+            return None
+        if not len(candidates):
+            return self._endgame(source, now)
+        rarest = candidates[rarity == least]
+        return int(rarest[self._random.randrange(len(rarest))])
+
+    def _endgame(self, source: _Source, now: float) -> int | None:
+        """The chunk that has been out the longest, of those that ``source`` could send as well."""
+        slow = [
+            ask
+            for other in self._sources.values()
+            if other is not source
+            for ask in other.out.values()
+            if source.has[ask.index]
+            and self._missing[ask.index]
+            and self._asked[ask.index] == 1
+            and ask.index not in self._writing
+            and ask.index not in source.out
+            and ask.asked + self._endgame_s <= now
+        ]
+        return min(slow, key=lambda ask: ask.asked).index if slow else None
+
+    def _ask(self, peer: str, source: _Source, index: int, now: float) -> Ask:
+        patience_s = source.patience * self._late_s
+        give_up = now + min(limits.TRANSFER_S, limits.LATE_MEDIANS * patience_s)
+        ask = Ask(peer=peer, index=index, asked=now, due=min(now + patience_s, give_up), give_up=give_up)
+        source.out[index] = ask
+        self._asked[index] += 1
+        return ask
+
+    @property
+    def _late_s(self) -> float:
+        return max(limits.CHUNK_S, limits.LATE_MEDIANS * self._median_s)
+
+    @property
+    def _endgame_s(self) -> float:
+        return max(limits.ENDGAME_S, limits.ENDGAME_MEDIANS * self._median_s)
+
+    @property
+    def _median_s(self) -> float:
+        return statistics.median(self._times) if self._times else 0.0
+
+    def _out_of(self, ask: Ask) -> _Source | None:
+        source = self._sources.get(ask.peer)
+        return source if source is not None and source.out.get(ask.index) is ask else None
+
+    def _release(self, source: _Source, ask: Ask) -> None:
+        del source.out[ask.index]
+        if ask.index in source.late:
+            source.late.discard(ask.index)
+        else:
+            self._asked[ask.index] -= 1
+
+    def _praise(self, source: _Source) -> None:
+        source.window = min(source.window + 1, self._max_window)
+        source.timely += 1
+        if source.timely % limits.STRIKE_FORGIVEN_AFTER == 0:
+            source.strikes = max(0, source.strikes - 1)
+
+    def _strike(self, peer: str, source: _Source, ask: Ask, *, now: float) -> None:
+        """One strike, unless the last one was for the same silence: a single hiccup makes several chunks late at once."""
+        source.window = 1
+        if ask.asked < source.struck_at and now < source.struck_at + self._late_s * source.patience:
+            return
+        source.struck_at = now
+        source.strikes += 1
+        if peer == self._learner and source.strikes >= limits.MAX_STRIKES:
+            # The learner is never ended: it may be the only source, and slow for everybody.
+            source.strikes = 0
+            source.patience *= 2
+
+    def _ended(self, struck: list[str]) -> tuple[str, ...]:
+        for peer in struck:
+            self.end(peer)
+        return tuple(struck)

@@ -1,0 +1,148 @@
+"""The place in memory for images: private, reclaimed when its owner was killed, and refused when it would not fit.
+
+Working copies change almost every page with every version, which would wear a disk out; so they lie in a folder of a
+RAM-backed file system, ``<ram folder>/rollmesh-<user>/<digest of the data folder>``, mode 0700. A place belongs to the
+process that holds its lock; places whose lock nobody holds are what killed processes left, and go at the next start.
+Where memory does not suffice, a folder beside the data is used instead, and said so. Nothing here survives a restart,
+and nothing that must survive one lies here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from rollmesh_peer.folders import private_folder
+from rollmesh_peer.weights import durable
+from rollmesh_protocol.errors import HostError
+from rollmesh_protocol.limits import GIB, MIB
+
+log = logging.getLogger("rollmesh.weights")
+
+SPARE_BYTES: Final = 256 * MIB
+"""Memory that is left to the rest of the machine beside the images."""
+DISK_FOLDER: Final = "working"
+_LOCK: Final = "lock"
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A private folder for images. ``is_memory`` is False where it is on a disk after all."""
+
+    folder: Path
+    is_memory: bool
+
+
+@contextlib.contextmanager
+def open_place(data_folder: Path, *, ram_folder: Path | None, needed_bytes: int) -> Iterator[Place]:
+    """An empty place for images of ``needed_bytes`` together; it and all in it is gone when the block is left.
+
+    ``ram_folder`` None asks for the disk. Blocks for moments (long only where a killed process left much).
+
+    Raises:
+        HostError: neither memory nor disk has the room, with the numbers; or another process uses the place.
+    """
+    with contextlib.ExitStack() as stack:
+        reasons = []
+        if ram_folder is not None:
+            found = _open_in_memory(stack, data_folder, ram_folder=ram_folder, needed_bytes=needed_bytes)
+            if isinstance(found, Place):
+                yield found
+                return
+            reasons.append(found)
+            log.warning("the weights are kept on disk instead of in memory: %s", found)
+        folder = data_folder / DISK_FOLDER
+        stack.enter_context(_owned(private_folder(folder)))
+        free = durable.free_bytes(folder)
+        if free < needed_bytes:
+            reasons.append(f"{folder} has {_gib(free)} free")
+            raise HostError(f"there is no room for weights of {_gib(needed_bytes)}: {'; '.join(reasons)}")
+        yield Place(folder, is_memory=False)
+
+
+def memory_left(ram_folder: Path) -> int:
+    """Bytes that may still be put into ``ram_folder``: by the file system, the machine and the container."""
+    left = [shutil.disk_usage(ram_folder).free]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        most = int((_CGROUP / "memory.max").read_text())
+        left.append(most - int((_CGROUP / "memory.current").read_text()))
+    return max(0, min(left) - SPARE_BYTES)
+
+
+def _open_in_memory(
+    stack: contextlib.ExitStack, data_folder: Path, *, ram_folder: Path, needed_bytes: int
+) -> Place | str:
+    """The place, or the reason why there is none in memory."""
+    if not ram_folder.is_dir():
+        return f"there is no folder {ram_folder}"
+    owner = os.getuid() if hasattr(os, "getuid") else "user"
+    try:
+        home = private_folder(ram_folder / f"rollmesh-{owner}")
+        with _locked(home / _LOCK, wait=True):
+            _reclaim(home)
+            folder = private_folder(home / blake3(os.fsencode(data_folder.resolve())).hexdigest(16))
+            left = memory_left(ram_folder)
+            if left < needed_bytes:
+                folder.rmdir()
+                return f"{_gib(needed_bytes)} are needed in {ram_folder} and {_gib(left)} are free"
+            stack.enter_context(_owned(folder))
+    except OSError as error:
+        return f"{ram_folder} cannot be used: {error.strerror}"
+    return Place(folder, is_memory=True)
+
+
+def _reclaim(home: Path) -> None:
+    for place in home.iterdir():
+        if not place.is_dir() or place.is_symlink():
+            continue
+        with contextlib.suppress(HostError), _locked(place / _LOCK, wait=False):
+            shutil.rmtree(place, ignore_errors=True)
+            log.info("reclaimed the memory of a process that is gone: %s", place)
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, find it empty, and remove it in the end."""
+    with _locked(folder / _LOCK, wait=False):
+        for leftover in folder.iterdir():
+            if leftover.name != _LOCK:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold a lock that ends with this process, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: the key's lock already keeps a second daemon away
+        yield
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise HostError(f"another process uses {path.parent}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"

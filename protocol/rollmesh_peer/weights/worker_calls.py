@@ -1,0 +1,111 @@
+"""What a daemon asks of its weights worker, one record a verb: both ends of the pipe read the same fields.
+
+Not a protocol between peers: both ends are the same installed program. Paths are text, digests of several tensors or
+chunks are joined 32-byte strings as in a manifest, lists are what msgpack makes of arrays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollmesh_protocol.manifest import Manifest
+from rollmesh_protocol.record import Record
+
+
+class OpenCall(Record):
+    """The first call: the run's tensors, and how many threads digests may use."""
+
+    layout: bytes
+    threads: int = Field(ge=1, le=64)
+
+
+class Step(Record):
+    """One payload to apply: where it lies, its chunks, and each tensor's digest afterwards."""
+
+    payload: str
+    is_anchor: bool
+    chunk_bytes: int
+    chunks: bytes
+    tensors: bytes
+
+
+class ApplyCall(Record):
+    """Apply ``steps`` to ``image`` in place, whose tensors have the digests ``before`` now."""
+
+    image: str
+    before: bytes
+    steps: list[Step]
+
+
+class ApplyAnswer(Record):
+    """``undone``: the image is what it was, verified. ``broken``: it must be made anew. ``code`` and ``detail``: why."""
+
+    outcome: Literal["applied", "undone", "broken"]
+    code: str
+    detail: str
+
+
+class RestoreCall(Record):
+    """Make ``image`` anew: ``snapshot``, whose tensors have the digests ``tensors``, and then ``steps``."""
+
+    image: str
+    snapshot: str
+    tensors: bytes
+    steps: list[Step]
+
+
+class RestoreAnswer(Record):
+    """How many of the steps the image has now, all verified; -1 when the snapshot itself is not what it should be."""
+
+    applied: int
+    detail: str
+
+
+class EncodeCall(Record):
+    """Write the patch from ``old`` to ``new`` to the file ``payload`` (flushed) and digest all of it."""
+
+    old: str
+    new: str
+    payload: str
+    chunk_bytes: int
+
+
+class DigestCall(Record):
+    """Digest the image's tensors, and its bytes in chunks."""
+
+    image: str
+    chunk_bytes: int
+
+
+class Digests(Record):
+    """Answer of ``encode`` and ``digest``: ``payload_bytes`` is 0, and ``chunks`` empty, when nothing changed."""
+
+    tensors: bytes
+    root: bytes
+    chunks: bytes
+    payload_bytes: int
+
+
+class SnapshotCall(Record):
+    """Copy ``image`` to the file ``path``, durable before it has that name."""
+
+    image: str
+    path: str
+
+
+class Done(Record):
+    """The answer of verbs that have nothing to say."""
+
+
+def step_of(manifest: Manifest, payload: Path, *, tensors: bytes | None = None) -> Step:
+    """The step along ``manifest``; with ``tensors`` (its parent's) the step backwards along it."""
+    return Step(
+        payload=str(payload),
+        is_anchor=manifest.parent is None,
+        chunk_bytes=manifest.chunk_bytes,
+        chunks=manifest.chunks,
+        tensors=manifest.tensors if tensors is None else tensors,
+    )

@@ -1,0 +1,102 @@
+"""What anyone may see of the mesh: the records behind ``rollmesh status``. No network addresses of others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollmesh_protocol.messages import Digest, Head, Peer, Sentence, Standing
+from rollmesh_protocol.record import Record
+
+PEERS_PER_PAGE = 200
+
+
+class StatusRequest(Record):
+    """Ask for one page of peers (from 0); the rest of the status comes with each page."""
+
+    page: int = Field(ge=0, le=10_000)
+
+
+class PeerStatus(Record):
+    """One node as the learner sees it. Times are ages in seconds, so that nobody's clock matters."""
+
+    peer: Peer
+    name: str = Field(max_length=64)
+    role: str = Field(max_length=16)
+    engine: str = Field(max_length=256)
+    connected: bool
+    path: Literal["in", "out", "none"]
+    """Which side opened the connection."""
+    version: int = Field(ge=0)
+    tokens_per_s: float = Field(ge=0)
+    standing: Standing
+    leased_samples: int = Field(ge=0)
+    last_accepted_s: float | None
+    """Seconds since its last accepted rollout; None when there was none."""
+    last_seen_s: float
+    waiting_for: Sentence
+
+
+class RunStatus(Record):
+    """The learner's view of the run."""
+
+    run: str
+    name: str
+    learner: Peer
+    software: str
+    state: Sentence
+    """What the learner is doing, or what it waits for."""
+    head: Head
+    step: int = Field(ge=0)
+    steps: int = Field(ge=0)
+    mean_reward: float | None
+    """Over all rollouts accepted for the last step, before any filter."""
+    groups_leased: int = Field(ge=0)
+    groups_ready: int = Field(ge=0)
+    rollouts_accepted: int = Field(ge=0)
+    rollouts_rejected: int = Field(ge=0)
+    audits_done: int = Field(ge=0)
+    audits_failed: int = Field(ge=0)
+    bubble_fraction: float = Field(ge=0, le=1)
+    uptime_s: float = Field(ge=0)
+    children: tuple[Annotated[str, Field(max_length=256)], ...] = Field(max_length=16)
+    """One sentence for each child process."""
+    peers: tuple[PeerStatus, ...] = Field(max_length=PEERS_PER_PAGE)
+    page: int = Field(ge=0)
+    pages: int = Field(ge=1)
+
+
+class NodeStatus(Record):
+    """A node's view of itself and of its link to the run."""
+
+    peer: Peer
+    name: str
+    software: str
+    run: str
+    learner: Peer
+    learner_connected: bool
+    head: Head | None
+    version_held: int = Field(ge=0)
+    root_held: Digest | None
+    engine: str = Field(max_length=256)
+    tokens_per_s: float = Field(ge=0)
+    leases_open: int = Field(ge=0)
+    standing: Standing | None
+    accepted: int = Field(ge=0)
+    rejected: int = Field(ge=0)
+    last_accepted_s: float | None
+    last_refusal: Sentence
+    bytes_from_learner: int = Field(ge=0)
+    bytes_from_peers: int = Field(ge=0)
+    bytes_served: int = Field(ge=0)
+    neighbours: int = Field(ge=0)
+    waiting_for: Sentence
+    uptime_s: float = Field(ge=0)
+
+
+class StatusAnswer(Record):
+    """Exactly one of the two is set: a learner answers with the run, a node with itself."""
+
+    run: RunStatus | None
+    node: NodeStatus | None

@@ -1,0 +1,88 @@
+"""What importing costs: no daemon, config or command line loads torch, and each starts within two seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+
+import pytest
+
+MAX_IMPORT_S = 2.0
+MAX_MEMORY_MB = 150
+HEAVY = {"torch", "transformers", "numba", "vllm", "matplotlib", "reasoning_gym", "tokenizers", "gguf"}
+"""Each costs a daemon tens or hundreds of megabytes; they belong in child processes."""
+
+COMMANDS = {entry.name: entry.value for entry in metadata.entry_points(group="rollmesh.commands")}
+LIGHT = sorted(
+    {
+        "rollmesh_peer.command",
+        "rollmesh_peer.config",
+        "rollmesh_peer.mesh",
+        "rollmesh_peer.weights",
+        "rollmesh_peer.children",
+        "rollmesh_node.config",
+        "rollmesh_node.daemon",
+        "rollmesh_learner.config",
+        "rollmesh_learner.coordinator",
+        *COMMANDS.values(),
+    }
+)
+
+PROGRAM = """
+import importlib, json, resource, sys, time
+started = time.perf_counter()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps({
+    "seconds": time.perf_counter() - started,
+    "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
+}))
+"""
+
+
+def cost_of(*modules):
+    command = [sys.executable, "-c", PROGRAM, *modules]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+def exists(module):
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_it_is_light(module):
+    if not exists(module):
+        pytest.skip(f"{module} is not there yet")
+    # The best of three: this machine may be busy with something else.
+    costs = [cost_of(module) for _ in range(3)]
+    assert HEAVY.isdisjoint(costs[0]["loaded"])
+    assert min(cost["seconds"] for cost in costs) < MAX_IMPORT_S
+    assert min(cost["memory_mb"] for cost in costs) < MAX_MEMORY_MB
+
+
+def test_the_command_line_alone_is_feather_light():
+    loaded = cost_of("rollmesh_peer.command")["loaded"]
+    assert {"trio", "libp2p", "pydantic", "numpy", "rollmesh_node", "rollmesh_learner"}.isdisjoint(loaded)
+
+
+def test_the_pure_part_brings_no_event_loop_network_or_torch():
+    import rollmesh_protocol
+    from tests.contracts.modules import modules_below
+
+    modules = modules_below(rollmesh_protocol)
+    assert len(modules) > 5
+    loaded = cost_of(*modules)["loaded"]
+    assert {"rollmesh_peer", "trio", "asyncio", "libp2p", "multiaddr", "sqlite3", *HEAVY}.isdisjoint(loaded)
+
+
+def test_the_measure_sees_what_is_heavy():
+    assert "matplotlib" in cost_of("matplotlib")["loaded"]

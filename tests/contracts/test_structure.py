@@ -1,0 +1,71 @@
+"""Who reaches what, over any number of imports: beside the contracts in pyproject.toml, which name direct imports."""
+
+from __future__ import annotations
+
+import graphlib
+
+import grimp
+import pytest
+
+PACKAGES = ("rollmesh_protocol", "rollmesh_peer", "rollmesh_node", "rollmesh_learner")
+
+# Modules that only child processes import, as prefixes. Everything else is, or may become, part of a daemon.
+CHILD_ONLY = (
+    "rollmesh_peer.models",
+    "rollmesh_node.engine",
+    "rollmesh_learner.training",
+    "rollmesh_learner.audit",
+)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph(
+        *PACKAGES, include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
+    )
+
+
+def is_below(module, prefixes):
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("heavy", ["torch", "transformers", "safetensors", "tokenizers", "reasoning_gym"])
+def test_only_modules_of_child_processes_reach_it(graph, heavy):
+    if heavy not in graph.modules:
+        pytest.skip(f"nothing imports {heavy} yet")
+    chains = {
+        " <- ".join(reversed(graph.find_shortest_chain(module, heavy)))
+        for module in graph.find_downstream_modules(heavy)
+        if not is_below(module, CHILD_ONLY)
+    }
+    assert chains == set()
+
+
+def test_no_module_imports_in_a_circle(graph):
+    ours = {module for module in graph.modules if is_below(module, PACKAGES)}
+    assert circle({module: graph.find_modules_directly_imported_by(module) & ours for module in ours}) == []
+
+
+def circle(imports):
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_a_circle_would_be_seen():
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("wiring", "importers"),
+    [
+        ("rollmesh_node.daemon", {"rollmesh_node.cli"}),
+        ("rollmesh_learner.coordinator", {"rollmesh_learner.cli"}),
+    ],
+)
+def test_only_the_command_imports_the_wiring(graph, wiring, importers):
+    if wiring not in graph.modules:
+        pytest.skip(f"{wiring} is not there yet")
+    assert graph.find_modules_that_directly_import(wiring) <= importers
