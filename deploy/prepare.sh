@@ -10,21 +10,23 @@ log=build/prepare.log
 mkdir -p build
 : >"$log"
 
-say() { printf '%s\n' "$*"; }
+say() { printf '%s\n' "$@"; }
 fail() { printf 'make: %s\n' "$*" >&2; exit 1; }
 
 # Runs a command with its output in the log, saying now and then that it still runs, and shows the log's end on failure.
 step() {
-    local what=$1 waited=0 child
+    local what=$1 started=$SECONDS told=0 child
     shift
     say "$what"
     "$@" >>"$log" 2>&1 </dev/null &
     child=$!
     trap 'kill "$child" 2>/dev/null || true; exit 130' INT TERM
     while kill -0 "$child" 2>/dev/null; do
-        sleep 1
-        waited=$((waited + 1))
-        if ((waited % 60 == 0)); then say "  ... $((waited / 60)) min (tail -f $log shows more)"; fi
+        sleep 0.2
+        if ((SECONDS - started >= told + 60)); then
+            told=$((told + 60))
+            say "  ... $((told / 60)) min (tail -f $log shows more)"
+        fi
     done
     trap - INT TERM
     wait "$child" || { tail -n 25 "$log" >&2; fail "this failed: $what (all of it is in $log)"; }
@@ -69,12 +71,12 @@ packages() {
     if [[ -n $python ]] && ! [[ $python -ef $(command -v python3) ]]; then version=${python##*python}; fi
     for need in "${missing[@]}"; do
         case $manager:$need in
-            apt-get:python) echo python3 python3-venv python3-dev ;;
+            apt-get:python) printf '%s\n' python3 python3-venv python3-dev ;;
             apt-get:venv) echo "python$version-venv" ;;
             apt-get:headers) echo "python$version-dev" ;;
             apt-get:compiler) echo build-essential ;;
             apt-get:gmp) echo libgmp-dev ;;
-            dnf:python | zypper:python) echo python3 python3-devel ;;
+            dnf:python | zypper:python) printf '%s\n' python3 python3-devel ;;
             dnf:headers | zypper:headers) echo "python$version-devel" ;;
             dnf:gmp | zypper:gmp) echo gmp-devel ;;
             dnf:compiler | zypper:compiler | pacman:compiler) echo gcc ;;
@@ -82,7 +84,7 @@ packages() {
             pacman:gmp | brew:gmp) echo gmp ;;
             brew:python) echo python@3.13 ;;
         esac
-    done | xargs -n 1 | sort -u | xargs
+    done | sort -u
 }
 
 manager() {
@@ -96,13 +98,12 @@ manager() {
 }
 
 ask() {
-    local names line
-    names=$(packages "$manager")
+    local line="" sudo="sudo "
+    ((EUID)) || sudo=""
     case $manager in
-        pacman) line="sudo pacman -S --needed $names" ;;
-        brew) line="brew install $names" ;;
-        "") line="" ;;
-        *) line="sudo $manager install -y $names" ;;
+        apt-get | dnf | zypper) line="$sudo$manager install -y ${names[*]}" ;;
+        pacman) line="${sudo}pacman -S --needed ${names[*]}" ;;
+        brew) line="brew install ${names[*]}" ;;
     esac
     say "This machine lacks: ${missing[*]} (needed: Python 3.11 to 3.13 with venv and headers, a C compiler, gmp)." >&2
     [[ -z $line ]] || say "Run this, then make again:" "    $line" >&2
@@ -112,9 +113,9 @@ ask() {
 look
 if ((${#missing[@]})); then
     manager=$(manager)
+    mapfile -t names < <(packages "$manager")
     if [[ $manager == apt-get && $EUID == 0 ]]; then
         export DEBIAN_FRONTEND=noninteractive
-        read -ra names <<<"$(packages apt-get)"
         step "Reading the list of system packages" apt-get update
         step "Installing system packages: ${names[*]}" apt-get install -y --no-install-recommends "${names[@]}"
         look

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from typing import Literal
 
+from rollmesh_peer.mesh.address import block_of, parse_endpoint
 from rollmesh_protocol.envelope import Envelope
-from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.errors import Refused, UsageError
 from rollmesh_protocol.messages import MAJOR, Hello, Invite
 
 Mode = Literal["open", "allowlist", "invite"]
@@ -40,26 +40,19 @@ def open_invite(hello: Hello, *, run: str, learner: str) -> bytes:
 
 
 def check_block(address: str, *, others: Iterable[str], most: int) -> None:
-    """Refuse one more peer from an address block (IPv4 /24, IPv6 /48) that has ``most`` already. Loopback is free."""
-    block = address_block(address)
+    """Refuse one more peer from an address block (IPv4 /24, IPv6 /48) that has ``most`` already. Loopback is free.
+
+    ``address`` and ``others`` are transport multiaddrs; one that has no IP address belongs to no block.
+    """
+    block = _block(address)
     if block is None:
         return
-    if sum(1 for other in others if address_block(other) == block) >= most:
+    if sum(1 for other in others if _block(other) == block) >= most:
         raise Refused("node.too_many", f"there are {most} nodes from {block} already")
 
 
-def address_block(address: str) -> str | None:
-    """The block that a multiaddr's host lies in; None for loopback and for what has no IP address."""
-    parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return None
+def _block(address: str) -> str | None:
     try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
+        return block_of(parse_endpoint(address))
+    except UsageError:
         return None
-    if host.is_loopback:
-        return None
-    prefix = 24 if host.version == 4 else 48
-    return str(ipaddress.ip_network((host, prefix), strict=False))
-
-

@@ -12,8 +12,9 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_peer.config import Located, Section, Unit, load
-from rollmesh_peer.config.addresses import Address, PeerId
+from rollmesh_peer.config.addresses import ListenAddress, OwnAddress, PeerId
 from rollmesh_protocol import limits
 
 PREFIX: Final = "ROLLMESH_LEARNER"
@@ -42,9 +43,9 @@ class Run(Section):
 class Network(Section):
     """Where the learner is reached."""
 
-    listen: Annotated[tuple[Address, ...], Field(min_length=1, max_length=8)] = ("/ip4/0.0.0.0/tcp/4700",)
+    listen: Annotated[tuple[ListenAddress, ...], Field(min_length=1, max_length=8)] = ("/ip4/0.0.0.0/tcp/4700",)
     """Addresses that the learner listens on."""
-    announce: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
+    announce: Annotated[tuple[OwnAddress, ...], Field(max_length=8)] = ()
     """Addresses put into the join line, where they differ from those it listens on (a router that forwards a port)."""
     max_nodes: Annotated[int, Unit("nodes"), Field(ge=1, le=limits.MAX_LEARNER_CONNECTIONS)] = 256
     """Nodes that may take part at one time; the next one is told that the run is full."""
@@ -80,11 +81,11 @@ class Environment(Section):
     """A source of tasks: prompts, and rewards for answers."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
-    """A built-in environment, or reasoning-gym:<data set>."""
+    """addition, reasoning_gym, or one that another package brings."""
     weight: Annotated[float, Unit("relative frequency"), Field(gt=0, le=1e6)] = 1.0
     """How often its tasks are drawn, relative to the other environments."""
-    params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Parameters of the environment; it refuses those that it does not know."""
+    parameters: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the environment lets one choose; it refuses what it does not know."""
 
 
 class Rollouts(Section):
@@ -139,35 +140,9 @@ class Leases(Section):
         return self
 
 
-class Training(Section):
-    """The objective and the optimiser (AdamW with fp32 masters)."""
+class Training(Section, TrainingSettings):
+    """The objective and the optimiser, as the trainer takes them, and the process that they run in."""
 
-    learning_rate: Annotated[float, Unit("per step"), Field(gt=0, le=1)] = 1e-6
-    """Step size after the warm-up."""
-    beta1: Annotated[float, Unit("ratio"), Field(ge=0, lt=1)] = 0.9
-    """Decay of the mean of the gradients."""
-    beta2: Annotated[float, Unit("ratio"), Field(ge=0, lt=1)] = 0.999
-    """Decay of the mean of their squares."""
-    eps: Annotated[float, Unit("gradient"), Field(gt=0, le=1)] = 1e-8
-    """Added to the root of that mean."""
-    weight_decay: Annotated[float, Unit("per unit of learning rate"), Field(ge=0, le=10)] = 0.0
-    """Decoupled weight decay."""
-    warmup_steps: Annotated[int, Unit("steps"), Field(ge=0, le=1_000_000)] = 0
-    """Steps in which the learning rate rises linearly to its value."""
-    max_grad_norm: Annotated[float, Unit("gradient norm"), Field(gt=0, le=1e6)] = 1.0
-    """Larger gradients are scaled down to this norm."""
-    clip_low: Annotated[float, Unit("ratio"), Field(gt=0, lt=1)] = 0.2
-    """The probability ratio of new to old policy is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, Unit("ratio"), Field(gt=0, le=10)] = 0.2
-    """The same ratio is clipped above 1 + clip_high."""
-    tis_cap: Annotated[float, Unit("ratio"), Field(ge=1, le=100)] = 2.0
-    """Cap of the truncated importance weight between the policy at the start of the step and the one that sampled."""
-    kl_coefficient: Annotated[float, Unit("ratio"), Field(ge=0, le=10)] = 0.0
-    """Weight of the penalty for leaving the base model; 0 keeps no base model in memory."""
-    advantage_scale: Literal["group_std", "none"] = "group_std"
-    """Divide a group's advantages by the standard deviation of its rewards, or leave them."""
-    microbatch_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=4_194_304)] = 8192
-    """Prompt and completion tokens of one forward and backward pass; bounds memory, changes no result."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes; auto takes the GPU where there is one."""
     threads: Threads = 0
@@ -193,20 +168,20 @@ class Audit(Section):
     """Audited rollouts after which a node is no longer new."""
     probation_rollouts: Annotated[int, Unit("rollouts"), Field(ge=0, le=100_000)] = 50
     """Audited rollouts after which probation ends."""
-    margin_hard: Nats = 3.0
+    any_margin: Nats = 3.0
     """One token whose margin exceeds this fails the node at once."""
-    margin_high: Nats = 1.0
-    """Tokens above this margin are counted towards the next two limits."""
-    margin_soft: Nats = 0.5
-    """Tokens above this margin are counted towards the soft limit."""
-    high_per_rollout: Annotated[int, Unit("tokens"), Field(ge=1, le=1000)] = 3
-    """Tokens above margin_high in one rollout that fail the node."""
+    high_margin: Nats = 1.0
+    """Tokens above this margin are counted towards high_in_one and high_share."""
+    high_in_one: Annotated[int, Unit("tokens"), Field(ge=1, le=1000)] = 3
+    """So many tokens above high_margin in one rollout fail the node at once."""
+    low_margin: Nats = 0.5
+    """Tokens above this margin are counted towards low_share."""
     window_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=10_000_000)] = 200
-    """A node's last audited tokens over which shares are taken, and the fewest that are judged."""
+    """Shares are taken over a node's last audited tokens, and over no fewer than this."""
     high_share: Share = 0.01
-    """Share of the window above margin_high beyond which the node fails."""
-    soft_share: Share = 0.01
-    """Share of the window above margin_soft beyond which the node's good record is halved."""
+    """A larger share above high_margin fails the node."""
+    low_share: Share = 0.01
+    """A larger share above low_margin halves the node's good record."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the auditor computes."""
     threads: Threads = 0
@@ -214,16 +189,14 @@ class Audit(Section):
 
 
 class Trust(Section):
-    """Bounds on the log-probabilities that nodes report, compared with the learner's own."""
+    """From where on a node's log-probabilities, compared with the learner's own, send a rollout to the auditor."""
 
-    delta: Nats = 0.3
-    """Where a rollout is not audited, its log-probabilities count only within this distance of the learner's."""
-    median_ratio_error: Annotated[float, Unit("ratio"), Field(gt=0, le=10)] = 0.10
-    """A rollout is audited if the median of exp(abs(difference)) - 1 exceeds this."""
-    max_kl: Nats = 0.1
-    """A rollout is audited if the mean k3 estimate of the divergence exceeds this."""
-    min_token_ratio: Annotated[float, Unit("ratio"), Field(gt=0, lt=1)] = 1e-4
-    """A rollout is audited if one token's probability ratio is below this."""
+    median: Annotated[float, Unit("ratio"), Field(gt=0, le=10)] = 0.10
+    """Median of exp(abs(difference)) - 1 over the rollout's tokens."""
+    kl: Nats = 0.10
+    """Mean k3 estimate of the divergence over its tokens."""
+    least_ratio: Annotated[float, Unit("ratio"), Field(gt=0, lt=1)] = 1e-4
+    """Smallest probability ratio of one token."""
 
 
 class Weights(Section):
@@ -237,19 +210,19 @@ class Weights(Section):
     """Size of the pieces in which whole snapshots travel."""
     keep_versions: Annotated[int, Unit("versions"), Field(ge=1, le=1_000_000)] = 256
     """Published patches that are kept for nodes that slept."""
-    ram_folder: Annotated[Path, Located()] = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
-    """A folder in memory, in which the learner makes a private one for weights; if it is missing, the run's folder."""
+    ram_folder: Annotated[str, Located()] = "/dev/shm"  # noqa: S108 - a private folder is made in it
+    """A folder in memory, which spares the disk; empty, or where memory is short, the run's folder is used."""
 
 
 class Scoring(Section):
     """The child processes in which answers are scored."""
 
-    timeout_s: Annotated[float, Unit("seconds"), Field(gt=0, le=600)] = 5.0
-    """An answer whose scorer takes longer gets no reward."""
-    memory_mb: Annotated[int, Unit("MB"), Field(ge=64, le=1_048_576)] = 1024
-    """Memory that a scorer may use."""
-    allow_text_evaluation: bool = False
-    """Also take data sets whose scorer runs the answer as code. Strangers write the answers."""
+    cpu_s: Annotated[int, Unit("seconds"), Field(ge=1, le=600)] = 2
+    """Computing time of one answer; beyond it there is no reward."""
+    wall_s: Annotated[float, Unit("seconds"), Field(gt=0, le=600)] = 6.0
+    """Time on the clock of one answer, which only one that waits for something reaches first."""
+    memory_mb: Annotated[int, Unit("MiB"), Field(ge=64, le=1_048_576)] = 512
+    """Memory of one answer, on top of what its environment has loaded."""
 
 
 class Status(Section):
@@ -286,11 +259,11 @@ class LearnerConfig(Section):
     leases: Leases = Leases()
     """How work is handed out."""
     training: Training = Training()
-    """The objective and the optimiser (AdamW with fp32 masters)."""
+    """The objective and the optimiser (AdamW with fp32 masters), and the trainer's process."""
     audit: Audit = Audit()
     """Recomputation of rollouts under the exact weights that they claim."""
     trust: Trust = Trust()
-    """Bounds on the log-probabilities that nodes report, compared with the learner's own."""
+    """From where on a node's log-probabilities send a rollout to the auditor."""
     weights: Weights = Weights()
     """How versions of the weights are published and kept."""
     scoring: Scoring = Scoring()
@@ -302,12 +275,6 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        longest = self.rollouts.max_prompt_tokens + self.rollouts.max_new_tokens
-        if self.training.microbatch_tokens < longest:
-            raise ValueError(
-                f"training.microbatch_tokens = {self.training.microbatch_tokens} cannot hold one rollout of "
-                f"rollouts.max_prompt_tokens + rollouts.max_new_tokens = {longest} tokens"
-            )
         if self.weights.keep_versions < self.rollouts.staleness + 2:
             raise ValueError(
                 f"weights.keep_versions = {self.weights.keep_versions} must be at least "

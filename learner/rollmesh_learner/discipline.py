@@ -1,4 +1,4 @@
-"""What follows an offence: the record changes, is written down, and a node in quarantine loses all that is not consumed."""
+"""What follows an offence: the record changes and is written down, and a node in quarantine loses its open work."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from typing import Literal
 SampleState = Literal["open", "leased", "filled"]
 GroupState = Literal["live", "assigned", "consumed", "dropped"]
 LeaseState = Literal["open", "done", "refused", "returned", "expired", "void"]
-RolloutState = Literal[
-    "scoring", "auditing", "ready", "assigned", "consumed", "void", "stale", "orphaned", "rolled_back"
-]
+RolloutState = Literal["scoring", "auditing", "ready", "assigned", "consumed", "void", "stale", "orphaned"]
 RolloutKey = tuple[bytes, int]
 """(lease id, sample index)."""
 
@@ -22,9 +20,10 @@ RolloutKey = tuple[bytes, int]
 class Prompt:
     """A question ready to be leased: where it comes from, what scores it, and its token ids."""
 
-    environment: str
+    environment: int
+    """Its place in the run's list of environments."""
     item: str
-    """JSON that the environment's scorer needs."""
+    """JSON of the environment's item: what its scorer needs."""
     prompt: bytes
     """Little-endian uint32 token ids."""
 

@@ -22,13 +22,13 @@ from rollmesh_learner.discipline import Discipline
 from rollmesh_learner.groups import LeaseRecord, StoredRollout
 from rollmesh_learner.ledger import Ledger
 from rollmesh_learner.nodes import Node, Nodes
+from rollmesh_learner.restore import recall_lease
 from rollmesh_learner.standing import audit_rate
 from rollmesh_learner.versions import Versions
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope
 from rollmesh_protocol.errors import Refused
-from rollmesh_protocol.identity import short
 from rollmesh_protocol.lease import Lease, LeasedSample, seed_of
 from rollmesh_protocol.messages import Receipt
 from rollmesh_protocol.rollout import Result, Rollout, check_result
@@ -91,7 +91,7 @@ class Intake:
     async def _receive(self, node: Node, result: Result, *, digest: bytes) -> bytes:
         while result.lease_id in self._in_commit:
             await self._in_commit[result.lease_id].wait()
-        lease = self._book.leases.get(result.lease_id) or await self._recall(result.lease_id)
+        lease = self._book.leases.get(result.lease_id) or await recall_lease(self._ledger, result.lease_id)
         if lease is None:
             raise await self._offence(node, Refused("lease.unknown"), rollouts=0)
         if lease.node != node.peer:
@@ -145,9 +145,7 @@ class Intake:
         self._on_accepted()
         return receipt
 
-    async def _refuse(
-        self, node: Node, lease: LeaseRecord, error: Refused, *, digest: bytes, now: float
-    ) -> bytes:
+    async def _refuse(self, node: Node, lease: LeaseRecord, error: Refused, *, digest: bytes, now: float) -> bytes:
         await self._discipline.offend(node.peer, error.code, detail=error.detail, rollouts=len(lease.indices))
         receipt = Receipt(
             lease_id=lease.lease_id,
@@ -163,20 +161,6 @@ class Intake:
     async def _offence(self, node: Node, error: Refused, *, rollouts: int) -> Refused:
         await self._discipline.offend(node.peer, error.code, detail=error.detail, rollouts=rollouts)
         return error
-
-    async def _recall(self, lease_id: bytes) -> LeaseRecord | None:
-        """A lease that ended so long ago that only the ledger knows it."""
-        found = await self._ledger.fetch(
-            "SELECT node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
-            " FROM leases WHERE lease_id = ?",
-            lease_id,
-        )
-        if not found:
-            return None
-        node, group_id, samples, version, step, root, duration_s, state, digest, receipt = found[0]
-        return LeaseRecord(
-            lease_id, node, group_id, tuple(samples), version, step, root, duration_s, 0.0, state, digest, receipt  # type: ignore[arg-type]
-        )
 
     def _as_message(self, lease: LeaseRecord) -> Lease:
         group = self._book.groups.get(lease.group_id)
@@ -200,7 +184,10 @@ class Intake:
 
     def _to_store(self, rollout: Rollout, node: Node, lease: LeaseRecord) -> StoredRollout:
         drawn = is_drawn(
-            self._terms.audit_key, lease_id=lease.lease_id, sample=rollout.index, rate=audit_rate(node.record, self._nodes.rules)
+            self._terms.audit_key,
+            lease_id=lease.lease_id,
+            sample=rollout.index,
+            rate=audit_rate(node.record, self._nodes.rules),
         )
         return StoredRollout(
             lease_id=lease.lease_id,

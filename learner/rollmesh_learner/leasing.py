@@ -16,7 +16,6 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner import rows
 from rollmesh_learner.book import Book, Offer
 from rollmesh_learner.groups import LeaseRecord
 from rollmesh_learner.ledger import Ledger, Statement
@@ -25,6 +24,7 @@ from rollmesh_learner.versions import Versions
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
+from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import Identity, short
 from rollmesh_protocol.lease import LEASE_ID_BYTES, Lease, LeasedSample, seed_of
 from rollmesh_protocol.messages import Head, LeaseAnswer, LeaseRequest, ReturnAnswer, ReturnRequest, Wait
@@ -60,7 +60,7 @@ class LeaseDesk:
         nodes: Nodes,
         versions: Versions,
         ledger: Ledger,
-        idle_reason: Callable[[], str],
+        is_over: Callable[[], bool],
     ) -> None:
         self._terms = terms
         self._identity = identity
@@ -68,11 +68,13 @@ class LeaseDesk:
         self._nodes = nodes
         self._versions = versions
         self._ledger = ledger
-        self._idle_reason = idle_reason
+        self._is_over = is_over
 
     async def lease(self, peer: str, request: bytes) -> bytes:
         """One :class:`LeaseRequest` and its :class:`LeaseAnswer`."""
         asked = LeaseRequest.decode(request, limit=limits.LEASE_REQUEST_BYTES)
+        if self._is_over():
+            raise Refused("run.ended")
         node = self._nodes.admitted(peer)
         now = trio.current_time()
         node.heard(asked, now=now)
@@ -118,13 +120,12 @@ class LeaseDesk:
                     node.failed_to_return()
             if statements:
                 who = sorted({short(lease.node) for lease in [*over, *gone]})
-                _log.info("%d leases of %s ran out; their samples are open again", len(over) + len(gone), ", ".join(who))
+                _log.info(
+                    "%d leases of %s ran out; their samples are open again", len(over) + len(gone), ", ".join(who)
+                )
                 await self._ledger.commit(*statements)
 
     async def _give(self, node: Node, asked: LeaseRequest, *, now: float) -> tuple[tuple[bytes, ...], Wait | None]:
-        idle = self._idle_reason()
-        if idle:
-            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=idle)
         held = self._versions.by_root(asked.root_held) if asked.root_held else None
         if held is None or not self._book.is_young(held.step):
             why = f"work needs policy version {self._versions.head.version}; fetch it first"

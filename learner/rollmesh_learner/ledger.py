@@ -47,7 +47,7 @@ class Statement:
 _SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, environment TEXT NOT NULL, item TEXT NOT NULL, prompt BLOB NOT NULL,
+    group_id INTEGER PRIMARY KEY, environment INTEGER NOT NULL, item TEXT NOT NULL, prompt BLOB NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('live', 'assigned', 'consumed', 'dropped')), step INTEGER, why TEXT);
 CREATE INDEX groups_by_state ON groups (state);
 CREATE TABLE leases (
@@ -63,7 +63,7 @@ CREATE TABLE rollouts (
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, finish TEXT NOT NULL, received_at REAL NOT NULL,
     drawn INTEGER NOT NULL, exact_logprobs BLOB, reward REAL, score_error TEXT,
     state TEXT NOT NULL CHECK (state IN (
-        'scoring', 'auditing', 'ready', 'assigned', 'consumed', 'void', 'stale', 'orphaned', 'rolled_back')),
+        'scoring', 'auditing', 'ready', 'assigned', 'consumed', 'void', 'stale', 'orphaned')),
     trained_step INTEGER, PRIMARY KEY (lease_id, sample)) WITHOUT ROWID;
 CREATE INDEX rollouts_by_group ON rollouts (group_id);
 CREATE INDEX rollouts_by_node ON rollouts (node, state);
@@ -71,7 +71,7 @@ CREATE TABLE steps (
     step INTEGER PRIMARY KEY, state TEXT NOT NULL CHECK (state IN ('assigned', 'trained', 'final', 'rolled_back')),
     assigned_at REAL NOT NULL, metrics TEXT);
 CREATE TABLE versions (
-    version INTEGER PRIMARY KEY, step INTEGER NOT NULL, root BLOB, manifest BLOB,
+    version INTEGER PRIMARY KEY, step INTEGER NOT NULL, root BLOB, manifest BLOB, payload_bytes INTEGER,
     state TEXT NOT NULL CHECK (state IN ('reserved', 'published', 'orphaned')), reserved_at REAL NOT NULL);
 CREATE TABLE nodes (
     peer TEXT PRIMARY KEY, name TEXT NOT NULL, first_seen REAL NOT NULL, standing TEXT NOT NULL) WITHOUT ROWID;
@@ -81,7 +81,7 @@ CREATE TABLE audits (
     lease_id BLOB NOT NULL, sample INTEGER NOT NULL, node TEXT NOT NULL, verdict TEXT NOT NULL, tokens INTEGER NOT NULL,
     over_half INTEGER NOT NULL, over_one INTEGER NOT NULL, over_three INTEGER NOT NULL, largest REAL NOT NULL,
     at REAL NOT NULL, PRIMARY KEY (lease_id, sample)) WITHOUT ROWID;
-CREATE TABLE invites (token BLOB PRIMARY KEY, used_by TEXT, used_at REAL) WITHOUT ROWID;
+CREATE TABLE invites (token BLOB PRIMARY KEY, used_by TEXT NOT NULL, used_at REAL NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -167,6 +167,27 @@ class Ledger:
             self.trouble = ""
         for job in jobs:
             job.finish()
+
+
+def number(value: Scalar) -> int:
+    """A column that holds a whole number."""
+    if not isinstance(value, int):
+        raise TypeError(f"the ledger holds a {type(value).__name__} where a number belongs")
+    return value
+
+
+def real(value: Scalar) -> float:
+    """A column that holds a real number."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"the ledger holds a {type(value).__name__} where a real number belongs")
+    return float(value)
+
+
+def blob(value: Scalar) -> bytes:
+    """A column that holds bytes."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"the ledger holds a {type(value).__name__} where bytes belong")
+    return value
 
 
 class _Job:

@@ -128,7 +128,7 @@ class Nodes:
     def is_admitted(self, peer: str) -> bool:
         """True for a node in the run."""
         node = self._nodes.get(peer)
-        return node is not None and node.not record.is_quarantined
+        return node is not None and not node.record.is_quarantined
 
     def record_of(self, peer: str) -> Record:
         """The standing of ``peer``; an empty one for a stranger."""
@@ -152,7 +152,7 @@ class Nodes:
             node
             for node in self._nodes.values()
             if node.hello.role == "worker"
-            and node.not record.is_quarantined
+            and not node.record.is_quarantined
             and now - node.last_seen < limits.DEAD_AFTER_S
         ]
 

@@ -59,6 +59,6 @@ class PromptSource:
 
 def _read(item: Body) -> Prompt:
     environment, prompt_ids = item["environment"], item["prompt_ids"]
-    if not isinstance(environment, str) or not isinstance(prompt_ids, bytes):
+    if not isinstance(environment, int) or not isinstance(prompt_ids, bytes):
         raise ChildFailed("the prompter answered with something that is no prompt")
     return Prompt(environment=environment, item=json.dumps(item["item"]), prompt=prompt_ids)

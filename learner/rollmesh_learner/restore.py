@@ -13,17 +13,19 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from typing import Final
 
 from rollmesh_learner import rows
 from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
-from rollmesh_learner.ledger import Ledger, Statement
+from rollmesh_learner.ledger import Ledger, Row, Statement, blob, number, real
 from rollmesh_learner.standing import Record
 from rollmesh_protocol.messages import Head
 
 _log = logging.getLogger("rollmesh.learner.restore")
 
-_LIVE = "('scoring', 'auditing', 'ready')"
+_LIVE: Final = "('scoring', 'auditing', 'ready')"
+_LEASE: Final = "lease_id, node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ async def rewind(ledger: Ledger, book: Book, *, step: int, now: float) -> Restor
     after = await _count(ledger)
     rolled_back = before.get("assigned", 0) - after.get("assigned", 0)
     orphaned = after.get("orphaned", 0) - before.get("orphaned", 0)
-    published = await _published(ledger)
+    published = await published_versions(ledger)
     if rolled_back or orphaned:
         _log.info("back at step %d: %d rollouts go back, %d are orphaned", step, rolled_back, orphaned)
     return Restored(published=published, rolled_back=rolled_back, orphaned=orphaned)
@@ -66,6 +68,12 @@ async def load_records(ledger: Ledger) -> dict[str, Record]:
     return {str(peer): Record(**json.loads(str(standing))) for peer, standing in found}
 
 
+async def recall_lease(ledger: Ledger, lease_id: bytes) -> LeaseRecord | None:
+    """A lease that ended so long ago that only the ledger knows it; None when there never was one."""
+    found = await ledger.fetch(f"SELECT {_LEASE} FROM leases WHERE lease_id = ?", lease_id)  # noqa: S608 - a constant
+    return _read_lease(found[0], now=0.0) if found else None
+
+
 async def accounts(ledger: Ledger) -> dict[str, int]:
     """How many rollouts are in each state; their sum is everything that was ever acknowledged."""
     return await _count(ledger)
@@ -74,7 +82,9 @@ async def accounts(ledger: Ledger) -> dict[str, int]:
 def _undo_beyond(step: int) -> list[Statement]:
     return [
         Statement("UPDATE versions SET state = 'orphaned' WHERE state = 'published' AND step > ?", (step,)),
-        Statement("UPDATE steps SET state = 'rolled_back' WHERE step >= ? AND state IN ('assigned', 'trained')", (step,)),
+        Statement(
+            "UPDATE steps SET state = 'rolled_back' WHERE step >= ? AND state IN ('assigned', 'trained')", (step,)
+        ),
         Statement(
             "UPDATE rollouts SET state = 'ready', trained_step = NULL WHERE state = 'assigned' AND trained_step >= ?",
             (step,),
@@ -83,52 +93,50 @@ def _undo_beyond(step: int) -> list[Statement]:
         Statement(
             "UPDATE leases SET state = 'void' WHERE step > ? AND state IN ('open', 'returned', 'expired')", (step,)
         ),
-        Statement(f"UPDATE rollouts SET state = 'orphaned' WHERE state IN {_LIVE} AND step > ?", (step,)),
+        Statement(f"UPDATE rollouts SET state = 'orphaned' WHERE state IN {_LIVE} AND step > ?", (step,)),  # noqa: S608 - a constant
     ]
 
 
 async def _load(ledger: Ledger, book: Book, *, step: int, now: float) -> None:
     ((newest,),) = await ledger.fetch("SELECT coalesce(max(group_id), -1) FROM groups")
-    book.clear(next_group=_int(newest) + 1, next_step=step)
+    book.clear(next_group=number(newest) + 1, next_step=step)
     size = book.rules.samples_per_group
     groups: dict[int, Group] = {}
     for group_id, environment, item, prompt in await ledger.fetch(
         "SELECT group_id, environment, item, prompt FROM groups WHERE state = 'live' ORDER BY group_id"
     ):
-        content = Prompt(environment=str(environment), item=str(item), prompt=_blob(prompt))
-        groups[_int(group_id)] = Group(_int(group_id), content, [Sample(i) for i in range(size)])
+        content = Prompt(environment=number(environment), item=str(item), prompt=blob(prompt))
+        groups[number(group_id)] = Group(number(group_id), content, [Sample(i) for i in range(size)])
     for row in await ledger.fetch(
         "SELECT lease_id, sample, r.group_id, node, version, r.step, root, seed, tokens, logprobs, finish, drawn,"
         " reward, exact_logprobs, r.state FROM rollouts r JOIN groups g ON g.group_id = r.group_id"
         f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
     ):
         _place_rollout(groups, row)
-    for row in await ledger.fetch(
-        "SELECT lease_id, node, group_id, samples, version, step, root, duration_s FROM leases WHERE state = 'open'"
-    ):
+    for row in await ledger.fetch(f"SELECT {_LEASE} FROM leases WHERE state = 'open'"):  # noqa: S608 - a constant
         _place_lease(groups, book, row, now=now)
     for group in groups.values():
         book.put_back(group)
 
 
-def _place_rollout(groups: dict[int, Group], row: tuple[object, ...]) -> None:
+def _place_rollout(groups: dict[int, Group], row: Row) -> None:
     (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish, drawn, reward, exact,
      state) = row  # fmt: skip
     rollout = StoredRollout(
-        lease_id=_blob(lease_id),
-        sample=_int(sample),
-        group_id=_int(group_id),
+        lease_id=blob(lease_id),
+        sample=number(sample),
+        group_id=number(group_id),
         node=str(node),
-        version=_int(version),
-        step=_int(step),
-        root=_blob(root),
-        seed=int.from_bytes(_blob(seed), "little"),
-        tokens=_blob(tokens),
-        logprobs=_blob(logprobs),
+        version=number(version),
+        step=number(step),
+        root=blob(root),
+        seed=int.from_bytes(blob(seed), "little"),
+        tokens=blob(tokens),
+        logprobs=blob(logprobs),
         finish=str(finish),
         drawn=bool(drawn),
-        reward=None if reward is None else float(reward),  # type: ignore[arg-type]
-        exact_logprobs=None if exact is None else _blob(exact),
+        reward=None if reward is None else real(reward),
+        exact_logprobs=None if exact is None else blob(exact),
         state=str(state),  # type: ignore[arg-type]
     )
     place = groups[rollout.group_id].samples[rollout.sample]
@@ -137,19 +145,8 @@ def _place_rollout(groups: dict[int, Group], row: tuple[object, ...]) -> None:
     place.rollout = rollout
 
 
-def _place_lease(groups: dict[int, Group], book: Book, row: tuple[object, ...], *, now: float) -> None:
-    lease_id, node, group_id, samples, version, step, root, duration_s = row
-    lease = LeaseRecord(
-        lease_id=_blob(lease_id),
-        node=str(node),
-        group_id=_int(group_id),
-        indices=tuple(_blob(samples)),
-        version=_int(version),
-        step=_int(step),
-        root=_blob(root),
-        duration_s=float(duration_s),  # type: ignore[arg-type]
-        issued_at=now,  # the node gets its time anew: the learner's absence is not its fault
-    )
+def _place_lease(groups: dict[int, Group], book: Book, row: Row, *, now: float) -> None:
+    lease = _read_lease(row, now=now)  # the node gets its time anew: the learner's absence is not its fault
     book.leases[lease.lease_id] = lease
     group = groups.get(lease.group_id)
     if group is None:
@@ -161,33 +158,40 @@ def _place_lease(groups: dict[int, Group], book: Book, row: tuple[object, ...], 
             place.lease_id = lease.lease_id
 
 
+def _read_lease(row: Row, *, now: float) -> LeaseRecord:
+    lease_id, node, group_id, samples, version, step, root, duration_s, state, digest, receipt = row
+    return LeaseRecord(
+        lease_id=blob(lease_id),
+        node=str(node),
+        group_id=number(group_id),
+        indices=tuple(blob(samples)),
+        version=number(version),
+        step=number(step),
+        root=blob(root),
+        duration_s=real(duration_s),
+        issued_at=now,
+        state=str(state),  # type: ignore[arg-type]
+        result_digest=None if digest is None else blob(digest),
+        receipt=None if receipt is None else blob(receipt),
+    )
+
+
 async def _count(ledger: Ledger) -> dict[str, int]:
     found = await ledger.fetch("SELECT state, count(*) FROM rollouts GROUP BY state")
-    return {str(state): _int(count) for state, count in found}
+    return {str(state): number(count) for state, count in found}
 
 
-async def _published(ledger: Ledger) -> tuple[PublishedVersion, ...]:
+async def published_versions(ledger: Ledger) -> tuple[PublishedVersion, ...]:
+    """Every version that ever went out, in order of their numbers."""
     found = await ledger.fetch(
         "SELECT version, step, root, manifest, state FROM versions WHERE state IN ('published', 'orphaned')"
         " ORDER BY version"
     )
     return tuple(
         PublishedVersion(
-            head=Head(version=_int(version), step=_int(step), root=_blob(root)),
-            manifest=_blob(manifest),
+            head=Head(version=number(version), step=number(step), root=blob(root)),
+            manifest=blob(manifest),
             is_orphaned=state == "orphaned",
         )
         for version, step, root, manifest, state in found
     )
-
-
-def _blob(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError(f"the ledger holds a {type(value).__name__} where bytes belong")
-    return value
-
-
-def _int(value: object) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"the ledger holds a {type(value).__name__} where a number belongs")
-    return value

@@ -9,9 +9,11 @@ from dataclasses import asdict
 from rollmesh_learner.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout
 from rollmesh_learner.ledger import Statement
 from rollmesh_learner.standing import Record
+from rollmesh_protocol.messages import PolicyHeader
 
 
 def insert_group(group: Group) -> Statement:
+    """A group appears together with its first lease."""
     prompt = group.prompt
     return Statement(
         "INSERT INTO groups (group_id, environment, item, prompt, state) VALUES (?, ?, ?, ?, ?)",
@@ -20,12 +22,14 @@ def insert_group(group: Group) -> Statement:
 
 
 def update_group(group: Group, *, step: int | None = None, why: str = "") -> Statement:
+    """A group was assigned to a step, or given up."""
     return Statement(
         "UPDATE groups SET state = ?, step = ?, why = ? WHERE group_id = ?", (group.state, step, why, group.group_id)
     )
 
 
 def insert_lease(lease: LeaseRecord, *, wall_time: float) -> Statement:
+    """A lease is given out."""
     return Statement(
         "INSERT INTO leases (lease_id, node, group_id, samples, version, step, root, duration_s, issued_at, state)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -37,6 +41,7 @@ def insert_lease(lease: LeaseRecord, *, wall_time: float) -> Statement:
 
 
 def update_lease(lease: LeaseRecord) -> Statement:
+    """A result was received for a lease: its digest and its receipt."""
     return Statement(
         "UPDATE leases SET state = ?, result_digest = ?, receipt = ? WHERE lease_id = ?",
         (lease.state, lease.result_digest, lease.receipt, lease.lease_id),
@@ -44,10 +49,12 @@ def update_lease(lease: LeaseRecord) -> Statement:
 
 
 def end_lease(lease_id: bytes, state: LeaseState) -> Statement:
+    """A lease ended without a result."""
     return Statement("UPDATE leases SET state = ? WHERE lease_id = ?", (state, lease_id))
 
 
 def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
+    """A rollout was accepted."""
     return Statement(
         "INSERT INTO rollouts (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish,"
         " received_at, drawn, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -60,6 +67,7 @@ def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
 
 
 def update_rollout(rollout: StoredRollout, *, score_error: str | None = None) -> Statement:
+    """A rollout was scored or audited."""
     return Statement(
         "UPDATE rollouts SET state = ?, reward = ?, exact_logprobs = ?, score_error = coalesce(?, score_error)"
         " WHERE lease_id = ? AND sample = ?",
@@ -68,6 +76,7 @@ def update_rollout(rollout: StoredRollout, *, score_error: str | None = None) ->
 
 
 def assign_rollouts(rollouts: Sequence[StoredRollout], *, step: int) -> list[Statement]:
+    """Rollouts became part of the batch of ``step``."""
     return [
         Statement(
             "UPDATE rollouts SET state = 'assigned', trained_step = ? WHERE lease_id = ? AND sample = ?",
@@ -78,6 +87,7 @@ def assign_rollouts(rollouts: Sequence[StoredRollout], *, step: int) -> list[Sta
 
 
 def end_rollouts(rollouts: Sequence[StoredRollout], state: RolloutState) -> list[Statement]:
+    """Rollouts will not be trained on."""
     return [
         Statement(
             "UPDATE rollouts SET state = ? WHERE lease_id = ? AND sample = ?",
@@ -88,12 +98,14 @@ def end_rollouts(rollouts: Sequence[StoredRollout], state: RolloutState) -> list
 
 
 def insert_step(step: int, *, wall_time: float) -> Statement:
+    """A batch was assigned to ``step``."""
     return Statement(
         "INSERT OR REPLACE INTO steps (step, state, assigned_at) VALUES (?, 'assigned', ?)", (step, wall_time)
     )
 
 
 def step_trained(step: int, metrics: str) -> Statement:
+    """The trainer has done a step; its metrics as JSON."""
     return Statement("UPDATE steps SET state = 'trained', metrics = ? WHERE step = ?", (metrics, step))
 
 
@@ -107,23 +119,28 @@ def steps_final(below: int) -> list[Statement]:
 
 
 def reserve_version(version: int, *, step: int, wall_time: float) -> Statement:
+    """A version number is taken, whatever comes of it."""
     return Statement(
         "INSERT INTO versions (version, step, state, reserved_at) VALUES (?, ?, 'reserved', ?)",
         (version, step, wall_time),
     )
 
 
-def version_published(version: int, *, root: bytes, manifest: bytes) -> Statement:
+def version_published(header: PolicyHeader) -> Statement:
+    """A version is on disk and may be announced."""
     return Statement(
-        "UPDATE versions SET state = 'published', root = ?, manifest = ? WHERE version = ?", (root, manifest, version)
+        "UPDATE versions SET state = 'published', root = ?, manifest = ?, payload_bytes = ? WHERE version = ?",
+        (header.root, header.manifest, header.payload_bytes, header.version),
     )
 
 
 def put_meta(name: str, value: bytes) -> Statement:
+    """A named value of the run."""
     return Statement("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", (name, value))
 
 
 def put_node(peer: str, *, name: str, record: Record, wall_time: float) -> Statement:
+    """A node's standing."""
     return Statement(
         "INSERT INTO nodes (peer, name, first_seen, standing) VALUES (?, ?, ?, ?)"
         " ON CONFLICT (peer) DO UPDATE SET name = excluded.name, standing = excluded.standing",
@@ -132,14 +149,14 @@ def put_node(peer: str, *, name: str, record: Record, wall_time: float) -> State
 
 
 def insert_offence(peer: str, *, code: str, detail: str, wall_time: float) -> Statement:
+    """A node did something wrong."""
     return Statement(
         "INSERT INTO offences (peer, code, detail, at) VALUES (?, ?, ?, ?)", (peer, code, detail[:500], wall_time)
     )
 
 
 def use_invite(token: bytes, *, peer: str, wall_time: float) -> Statement:
-    return Statement("UPDATE invites SET used_by = ?, used_at = ? WHERE token = ?", (peer, wall_time, token))
-
-
-def insert_invite(token: bytes) -> Statement:
-    return Statement("INSERT INTO invites (token) VALUES (?)", (token,))
+    """An invitation was used; it belongs to ``peer`` from now on."""
+    return Statement(
+        "INSERT OR IGNORE INTO invites (token, used_by, used_at) VALUES (?, ?, ?)", (token, peer, wall_time)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Final
 
@@ -17,7 +17,10 @@ import trio
 from rollmesh_learner.book import Book
 from rollmesh_learner.groups import StoredRollout
 from rollmesh_learner.ledger import Ledger
+from rollmesh_peer.children.confinement import AnswerLimits
+from rollmesh_peer.children.scoring import score
 from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_protocol.environments.interface import Item
 from rollmesh_protocol.errors import ChildFailed
 
 _log = logging.getLogger("rollmesh.learner.scoring")
@@ -31,13 +34,13 @@ class Scorer:
     """The loop from accepted to scored. :meth:`wake` it when there is something new."""
 
     def __init__(
-        self, *, book: Book, ledger: Ledger, prompter: Supervisor, sandbox: Supervisor, score_deadline_s: float
+        self, *, book: Book, ledger: Ledger, prompter: Supervisor, sandbox: Supervisor, limits: AnswerLimits
     ) -> None:
         self._book = book
         self._ledger = ledger
         self._prompter = prompter
         self._sandbox = sandbox
-        self._score_deadline_s = score_deadline_s
+        self._limits = limits
         self._work = trio.Event()
         self.waiting_for = ""
 
@@ -45,8 +48,8 @@ class Scorer:
         """There are new rollouts in state ``scoring``."""
         self._work.set()
 
-    async def run(self, on_scored: trio.MemorySendChannel[None]) -> None:
-        """Score for ever; a message on ``on_scored`` after each round."""
+    async def run(self, on_scored: Callable[[], None]) -> None:
+        """Score for ever; ``on_scored`` is called after each round."""
         while True:
             waiting = list(self._book.pending("scoring"))[:_MOST_AT_ONCE]
             if not waiting:
@@ -63,10 +66,7 @@ class Scorer:
                 await trio.sleep(0.2)
                 continue
             self.waiting_for = ""
-            try:
-                on_scored.send_nowait(None)
-            except trio.WouldBlock:
-                pass
+            on_scored()
 
     async def _score(self, rollouts: list[StoredRollout]) -> None:
         async with self._prompter.use() as child:
@@ -78,29 +78,20 @@ class Scorer:
             group = self._book.groups.get(group_id)
             if group is None:
                 continue
-            answers = [text for _, text in members]
+            item = Item.from_plain(json.loads(group.prompt.item))
             async with self._sandbox.use() as child:
-                scored = await child.call(
-                    "score",
-                    {
-                        "environment": group.prompt.environment,
-                        "item": json.loads(group.prompt.item),
-                        "answers": answers,
-                    },
-                    deadline_s=self._score_deadline_s * (len(answers) + 1),
+                scores = await score(
+                    child, group.prompt.environment, item, [text for _, text in members], limits=self._limits
                 )
-            rewards, errors = _outcome(scored, expected=len(answers))
             statements = []
-            for (rollout, _), reward, error in zip(members, rewards, errors, strict=True):
-                if error:
-                    _log.info("an answer to group %d could not be scored: %s", group_id, error)
-                statements += self._book.score(rollout.key, reward, error=error)
+            for (rollout, _), outcome in zip(members, scores, strict=True):
+                if outcome.error:
+                    _log.info("an answer to group %d could not be scored: %s", group_id, outcome.error)
+                statements += self._book.score(rollout.key, outcome.reward, error=outcome.error)
             await self._ledger.commit(*statements)
 
 
-def _by_group(
-    rollouts: list[StoredRollout], texts: list[str]
-) -> Iterator[tuple[int, list[tuple[StoredRollout, str]]]]:
+def _by_group(rollouts: list[StoredRollout], texts: list[str]) -> Iterator[tuple[int, list[tuple[StoredRollout, str]]]]:
     pairs = sorted(zip(rollouts, texts, strict=True), key=lambda pair: pair[0].group_id)
     for group_id, members in groupby(pairs, key=lambda pair: pair[0].group_id):
         yield group_id, list(members)
@@ -110,12 +101,3 @@ def _texts(value: object, *, expected: int) -> list[str]:
     if not isinstance(value, list | tuple) or len(value) != expected:
         raise ChildFailed("the prompter answered with the wrong number of texts")
     return [str(text) for text in value]
-
-
-def _outcome(answer: dict[str, object], *, expected: int) -> tuple[list[float], list[str | None]]:
-    rewards, errors = answer.get("rewards"), answer.get("errors")
-    if not isinstance(rewards, list | tuple) or not isinstance(errors, list | tuple):
-        raise ChildFailed("the scorer answered without rewards")
-    if len(rewards) != expected or len(errors) != expected:
-        raise ChildFailed("the scorer answered with the wrong number of rewards")
-    return [float(reward) for reward in rewards], [None if error is None else str(error) for error in errors]

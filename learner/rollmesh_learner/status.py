@@ -14,6 +14,7 @@ from rollmesh_learner.steps import Stepper
 from rollmesh_learner.versions import Versions
 from rollmesh_peer.mesh.seam import Mesh, PeerLink
 from rollmesh_protocol import limits
+from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.messages import RunCard
 from rollmesh_protocol.status import PEERS_PER_PAGE, PeerStatus, RunStatus, StatusAnswer, StatusRequest
 
@@ -27,6 +28,7 @@ class RunReporter:
         card: RunCard,
         software: str,
         steps: int,
+        is_public: bool,
         mesh: Mesh,
         book: Book,
         nodes: Nodes,
@@ -39,6 +41,7 @@ class RunReporter:
         self._card = card
         self._software = software
         self._steps = steps
+        self._is_public = is_public
         self._mesh = mesh
         self._book = book
         self._nodes = nodes
@@ -52,8 +55,9 @@ class RunReporter:
         self._built_at = -limits.STATUS_EVERY_S
 
     async def status(self, peer: str, request: bytes) -> bytes:
-        """One :class:`StatusRequest` and its :class:`StatusAnswer`; anybody may ask."""
-        del peer
+        """One :class:`StatusRequest` and its :class:`StatusAnswer`; anybody may ask where the operator allows it."""
+        if not self._is_public and not self._nodes.is_admitted(peer):
+            raise Refused("node.not_admitted", "the operator shows the status of this run to its nodes only")
         return self.answer(StatusRequest.decode(request, limit=limits.SMALL_BYTES)).encode()
 
     def answer(self, request: StatusRequest) -> StatusAnswer:

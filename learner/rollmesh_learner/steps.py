@@ -21,17 +21,18 @@ from rollmesh_learner import rows
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Group
-from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.ledger import Ledger, number
 from rollmesh_learner.publisher import Publisher
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
 from rollmesh_learner.versions import Versions
 from rollmesh_peer.faults import fault_point
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, HostError
 from rollmesh_protocol.messages import Head
 from rollmesh_protocol.staleness import age
 
 _log = logging.getLogger("rollmesh.learner.steps")
 
+_PUBLISH_AGAIN_S: Final = 2.0
 _LOOK_S: Final = 0.5
 """The batch is looked at whenever something was scored or audited, and this often besides."""
 
@@ -76,7 +77,6 @@ class Stepper:
         exports: Path,
         metrics_file: Path,
         rewind: Callable[[int], Awaitable[None]],
-        on_published: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._book = book
@@ -88,38 +88,59 @@ class Stepper:
         self._exports = exports
         self._metrics_file = metrics_file
         self._rewind = rewind
-        self._on_published = on_published
         self._progress = trio.Event()
         self._publishing = trio.Lock()
         self._life = 0
+        self._saved_step = 0
+        self._is_stopping = False
         self.clock = Clock()
         self.state = "starting"
+        self.trouble = ""
+        """What keeps a version from being published right now, in words."""
         self.mean_reward: float | None = None
         self.checkpoint: Path | None = None
 
     def wake(self) -> None:
-        """Something was scored or audited, or a node came: the batch may be ready."""
+        """Something was scored or audited: the batch may be ready."""
         self._progress.set()
 
-    async def run(self) -> None:
-        """Train to the last step, surviving trainers that die. Returns when the last checkpoint is durable."""
+    def stop(self) -> None:
+        """End after the step under way, with a checkpoint of it."""
+        self._is_stopping = True
+        self.wake()
+
+    async def run(self) -> bool:
+        """Train until the last step is durable (True), or until :meth:`stop` (False). Trainers that die are survived.
+
+        The book must stand at the step that the trainer was opened at.
+        """
         self._life = await self._trainer.wait_ready()
+        self._saved_step = self._trainer.opened_at_step
+        self.checkpoint = self._trainer.opened_from
         async with trio.open_nursery() as nursery:
-            while self._book.next_step < self._plan.steps or self._life != self._trainer.life:
+            while not self._is_stopping and (self._book.next_step < self._plan.steps or self._is_behind):
                 try:
                     await self._one_step(nursery)
                 except ChildFailed as error:
                     _log.warning("step %d was lost: %s", self._book.next_step, error.detail)
                     await self._recover()
+            if self._is_stopping and self._book.next_step > self._saved_step and not self._is_behind:
+                await self._save(self._book.next_step)
             self.state = "finishing the last publication"
-        self.state = "the run is complete"
+        is_complete = self._book.next_step >= self._plan.steps
+        self.state = "the run is complete" if is_complete else "stopped"
+        return is_complete
+
+    @property
+    def _is_behind(self) -> bool:
+        """True when the trainer died and came back from a checkpoint that the book has not gone back to yet."""
+        return self._life != self._trainer.life
 
     async def _one_step(self, nursery: trio.Nursery) -> None:
-        if self._life != self._trainer.life:
-            raise ChildFailed("the trainer was replaced between two steps")
         step = self._book.next_step
         started = trio.current_time()
-        await self._wait_for_batch()
+        if not await self._wait_for_batch():
+            return
         waited_s = trio.current_time() - started
         groups, statements = self._book.assemble(wall_time=time.time())
         await self._ledger.commit(*statements)
@@ -136,71 +157,107 @@ class Stepper:
         if (step + 1) % self._plan.checkpoint_every == 0 or is_last:
             await self._save(step + 1)
         if (step + 1) % self._plan.publish_every == 0 or is_last:
-            await self._export_and_publish(step + 1, nursery, updated=outcome.updated)
+            await self._publish_beside(step + 1, nursery, updated=outcome.updated)
         if step:
             self.clock.waited_s += waited_s
             self.clock.worked_s += trio.current_time() - started
         else:
             self.clock.first_batch_s = waited_s
 
-    async def _wait_for_batch(self) -> None:
-        while True:
+    async def _wait_for_batch(self) -> bool:
+        """Wait until the next batch is complete; False when the run is to stop instead."""
+        while not self._is_stopping:
+            if self._is_behind:
+                raise ChildFailed("the trainer was replaced between two steps")
             stale = self._book.drop_stale()
             if stale:
                 await self._ledger.commit(*stale)
             if self._book.batch_is_ready():
-                return
+                return True
             self.state = self._book.waits_for()
             self._progress = trio.Event()
             with trio.move_on_after(_LOOK_S):
                 await self._progress.wait()
-            if self._life != self._trainer.life:
-                raise ChildFailed("the trainer was replaced while it waited for a batch")
+        return False
 
     async def _save(self, step: int) -> None:
         self.state = f"saving a checkpoint of step {step}"
         self.checkpoint = await self._trainer.checkpoint(step, carry={"next_group": self._book.next_group})
         fault_point("step.checkpointed")
         await self._ledger.commit(*rows.steps_final(step))
+        self._saved_step = step
         fault_point("step.final")
-
-    async def _export_and_publish(self, step: int, nursery: trio.Nursery, *, updated: bool) -> None:
-        self.state = f"publishing the weights of step {step}"
-        async with self._publishing:
-            if not updated and self._versions.head.step == step - 1:
-                self._versions.publish(Head(**(self._versions.head.model_dump() | {"step": step})))
-                self._on_published()
-                return
-            image = self._exports / f"step-{step:08d}.image"
-            await self._trainer.export(image)
-        nursery.start_soon(self.publish, image, step)
-
-    async def publish(self, image: Path, step: int) -> None:
-        """Make the weights in ``image`` the next version, durable before it is announced."""
-        async with self._publishing:
-            ((highest,),) = await self._ledger.fetch("SELECT coalesce(max(version), 0) FROM versions")
-            version = int(highest or 0) + 1
-            await self._ledger.commit(rows.reserve_version(version, step=step, wall_time=time.time()))
-            fault_point("version.reserved")
-            prepared = await self._publisher.prepare(image, version=version, step=step)
-            if prepared is None:
-                self._versions.publish(Head(version=self._versions.head.version, step=step, root=self._versions.head.root))
-                self._on_published()
-                return
-            await self._ledger.commit(
-                rows.version_published(version, root=prepared.header.root, manifest=prepared.header.manifest)
-            )
-            fault_point("version.durable")
-            self._publisher.announced(prepared)
-            self._versions.publish(Head(version=version, step=step, root=prepared.header.root))
-            self._on_published()
 
     async def _recover(self) -> None:
         self.state = "waiting for the trainer to come back from its checkpoint"
         self._life = await self._trainer.wait_ready()
+        self._saved_step = self._trainer.opened_at_step
         async with self._publishing:
-            await self._rewind(self._trainer.opened_at_step)
+            pass  # what is being published now is a version that the rewind must know of
+        await self._rewind(self._saved_step)
 
+    # --- publishing --------------------------------------------------------------------------------------------------
+    async def publish_now(self, step: int) -> None:
+        """Publish the trainer's present weights, those of ``step``, and wait until they are out."""
+        async with self._publishing:
+            image = self._image(step)
+            await self._trainer.export(image)
+            await self._publish(image, step)
+
+    async def _publish_beside(self, step: int, nursery: trio.Nursery, *, updated: bool) -> None:
+        """Export now, before the next step changes the weights; encode and announce beside that step."""
+        self.state = f"publishing the weights of step {step}"
+        async with self._publishing:
+            if not updated and self._versions.head.step == step - 1:
+                self._move_head(step)
+                return
+            image = self._image(step)
+            await self._trainer.export(image)
+        nursery.start_soon(self._publish_in_turn, image, step, self._life)
+
+    async def _publish_in_turn(self, image: Path, step: int, life: int) -> None:
+        async with self._publishing:
+            if life == self._life:  # else the step was lost meanwhile, and its weights with it
+                await self._publish(image, step)
+            else:
+                image.unlink(missing_ok=True)
+
+    async def _publish(self, image: Path, step: int) -> None:
+        """Make the weights in ``image`` the next version. A full disk or a dead worker delays it, and says so."""
+        while True:
+            ((highest,),) = await self._ledger.fetch("SELECT coalesce(max(version), 0) FROM versions")
+            version = number(highest) + 1
+            await self._ledger.commit(rows.reserve_version(version, step=step, wall_time=time.time()))
+            fault_point("version.reserved")
+            try:
+                prepared = await self._publisher.prepare(image, version=version, step=step)
+            except (ChildFailed, HostError) as error:
+                self.trouble = f"version {version} is not published yet: {error.detail}"
+                _log.warning("%s; trying again in %g s", self.trouble, _PUBLISH_AGAIN_S)
+                await trio.sleep(_PUBLISH_AGAIN_S)
+                continue
+            self.trouble = ""
+            break
+        if prepared is None:
+            self._move_head(step)
+            return
+        await self._ledger.commit(rows.version_published(prepared.header))
+        fault_point("version.durable")
+        self._publisher.announced(prepared)
+        self._versions.publish(Head(version=version, step=step, root=prepared.header.root))
+        await self._publisher.maintain()
+
+    def _move_head(self, step: int) -> None:
+        """Not one weight changed: the published version stays, and counts as the weights of ``step``."""
+        head = self._versions.head
+        if head.version == 0:
+            head = self._publisher.head
+        self._versions.publish(Head(version=head.version, step=step, root=head.root))
+
+    def _image(self, step: int) -> Path:
+        return self._exports / f"step-{step:08d}.new"
+
+    # --- accounts ----------------------------------------------------------------------------------------------------
     async def _note(
         self, step: int, groups: list[Group], outcome: StepOutcome, *, waited_s: float, trained_s: float
     ) -> None:

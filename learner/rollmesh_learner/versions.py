@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import trio
 
@@ -37,11 +38,12 @@ class Versions:
         self._changed.set()
         self._changed = trio.Event()
 
-    def remember(self, head: Head) -> None:
-        """An older version, found in the ledger at a restart: work that names it may still arrive."""
-        if head.root not in self._by_root:
-            self._by_root[head.root] = head
-            self._by_root.move_to_end(head.root, last=False)
+    def reset(self, heads: Iterable[Head]) -> None:
+        """Start again from ``heads`` (oldest first), as the ledger has them after a rewind."""
+        self._by_root.clear()
+        self._head = None
+        for head in heads:
+            self.publish(head)
 
     def by_root(self, root: bytes) -> Head | None:
         """The newest version with this root, or None when it was never published or is forgotten."""

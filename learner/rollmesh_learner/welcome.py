@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 import trio
 
@@ -15,7 +16,7 @@ from rollmesh_learner.ledger import Ledger
 from rollmesh_learner.nodes import Nodes
 from rollmesh_learner.versions import Versions
 from rollmesh_peer.mesh.seam import Mesh
-from rollmesh_peer.weights.neighbourhood import Candidate, choose_neighbours
+from rollmesh_peer.weights.introductions import introduce
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import Refused
@@ -25,7 +26,6 @@ from rollmesh_protocol.messages import (
     EdgesAnswer,
     EdgesRequest,
     Hello,
-    Neighbour,
     Pass,
     PeersAnswer,
     PeersRequest,
@@ -59,7 +59,7 @@ class WelcomeDesk:
         versions: Versions,
         ledger: Ledger,
         edges_towards_head: Callable[[bytes | None], tuple[Edge, ...]],
-        pick: Callable[[int], int],
+        random: Random,
     ) -> None:
         self._terms = terms
         self._run = card.run
@@ -70,7 +70,7 @@ class WelcomeDesk:
         self._versions = versions
         self._ledger = ledger
         self._edges_towards_head = edges_towards_head
-        self._pick = pick
+        self._random = random
         self._addresses: dict[str, tuple[str, ...]] = {}
 
     async def hello(self, peer: str, request: bytes) -> bytes:
@@ -87,9 +87,7 @@ class WelcomeDesk:
         if is_new:
             engine = f"{hello.engine.backend} {hello.engine.dtype} on {hello.engine.device}" if hello.engine else "none"
             _log.info("%s (%s) joined as %s; engine: %s", short(peer), node.name, hello.role, engine)
-            await self._ledger.commit(
-                rows.put_node(peer, name=node.name, record=node.record, wall_time=time.time())
-            )
+            await self._ledger.commit(rows.put_node(peer, name=node.name, record=node.record, wall_time=time.time()))
         admission = Pass(peer=peer, issued_version=self._versions.head.version)
         sealed = seal(admission.encode(), run=self._run, kind="pass", identity=self._identity).encode()
         return Welcome(card=self._card, admission=sealed, head=self._versions.head).encode()
@@ -99,15 +97,13 @@ class WelcomeDesk:
         asked = PeersRequest.decode(request, limit=limits.SMALL_BYTES)
         self._nodes.admitted(peer).last_seen = trio.current_time()
         connected = self._mesh.links()
-        candidates = [
-            Candidate(peer=other, addresses=addresses)
+        members = {
+            other: addresses
             for other, addresses in self._addresses.items()
-            if addresses and other in connected and self._nodes.is_admitted(other)
-        ]
-        chosen = choose_neighbours(candidates, asking=peer, count=asked.count, pick=self._pick)
-        return PeersAnswer(
-            peers=tuple(Neighbour(peer=c.peer, addresses=c.addresses) for c in chosen), head=self._versions.head
-        ).encode()
+            if other in connected and self._nodes.is_admitted(other)
+        }
+        chosen = introduce(members, to=peer, count=asked.count, random=self._random)
+        return PeersAnswer(peers=chosen, head=self._versions.head).encode()
 
     async def edges(self, peer: str, request: bytes) -> bytes:
         """One :class:`EdgesRequest` and its :class:`EdgesAnswer`."""
@@ -128,7 +124,7 @@ class WelcomeDesk:
     async def _take_invite(self, peer: str, hello: Hello) -> None:
         token = open_invite(hello, run=self._run, learner=self._identity.peer)
         found = await self._ledger.fetch("SELECT used_by FROM invites WHERE token = ?", token)
-        if not found or found[0][0] not in (None, peer):
+        if found and found[0][0] != peer:
             raise Refused("node.invite", "the invitation was used by another node already")
         await self._ledger.commit(rows.use_invite(token, peer=peer, wall_time=time.time()))
 

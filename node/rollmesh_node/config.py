@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from rollmesh_peer.config import Located, Section, Unit, load
-from rollmesh_peer.config.addresses import Address, PeerAddress
+from rollmesh_peer.config.addresses import ListenAddress, PeerAddress
 from rollmesh_protocol import limits
 
 PREFIX: Final = "ROLLMESH_NODE"
@@ -26,14 +26,14 @@ class Node(Section):
     """Where the node's key, known peers and weights lie; unset: node in the data folder."""
     name: Annotated[str, Field(max_length=64)] = ""
     """What the status shows beside the peer id; seen by everybody in the run."""
-    role: Literal["worker"] = "worker"
-    """What the node does for the run: a worker generates rollouts and passes weights on."""
+    role: Literal["worker", "seed"] = "worker"
+    """What the node does for the run: a worker generates rollouts and passes weights on, a seed only passes them on."""
 
 
 class Network(Section):
     """How the node reaches others and is reached."""
 
-    listen: Annotated[tuple[Address, ...], Field(max_length=8)] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: Annotated[tuple[ListenAddress, ...], Field(max_length=8)] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses that the node listens on for other nodes; port 0 takes a free one; an empty list dials only."""
     bootstrap: Annotated[tuple[PeerAddress, ...], Field(max_length=32)] = ()
     """More addresses of the learner and of peers, beside those of the join line and of the last run."""
@@ -69,15 +69,18 @@ class Limits(Section):
     """The longest prompt that is taken."""
     completion_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = limits.MAX_NEW_TOKENS
     """The longest completion that is generated."""
-    groups_at_once: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 4
-    """Groups held at one time; fewer waste less when the node stops, more keep a fast GPU busy."""
+    groups_at_once: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 8
+    """Groups held at one time, half of them generated and half waiting; more keep a fast GPU busy."""
 
 
 class Weights(Section):
-    """Where the working copy of the weights lives."""
+    """Where the weights come from and where the working copy lives."""
 
-    ram_folder: Annotated[Path, Located()] = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
-    """A folder in memory, in which the node makes a private one and spares the disk; if missing, the node's folder."""
+    base: Annotated[str, Located(unless=("hub:", "gguf:"))] = ""
+    """The base model at hand: a folder, hub:<owner>/<name> or gguf:<package>; unset: what the run names."""
+
+    ram_folder: Annotated[str, Located()] = "/dev/shm"  # noqa: S108 - a private folder is made in it
+    """A folder in memory, which spares the disk; empty, or where memory is short, the node's folder is used."""
 
 
 class Log(Section):
@@ -101,7 +104,7 @@ class NodeConfig(Section):
     limits: Limits = Limits()
     """What the volunteer gives at most, whatever a learner asks for."""
     weights: Weights = Weights()
-    """Where the working copy of the weights lives."""
+    """Where the weights come from and where the working copy lives."""
     log: Log = Log()
     """The node's log, on stderr."""
 

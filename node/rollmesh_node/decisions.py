@@ -68,17 +68,15 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The engine holds these weights now and is idle: after a load, or after its process started with them."""
-
-    root: bytes
+class EngineUp:
+    """A new engine process is ready for its first load."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadFailed:
-    """A load failed and the engine still lives; it is tried again."""
+class Loaded:
+    """The engine holds these weights now and is idle."""
 
-    why: str
+    root: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,7 @@ class Ticked:
 
 
 Event = (
-    Answered | NotAnswered | Verified | Loaded | LoadFailed | LeaseDone | BatchEnded | EngineDown | Accepted | Held
+    Answered | NotAnswered | Verified | EngineUp | Loaded | LeaseDone | BatchEnded | EngineDown | Accepted | Held
     | StopAsked | Ticked
 )  # fmt: skip
 
@@ -275,6 +273,8 @@ def waiting_for(state: State, now: float) -> str:
         return state.engine_why
     if state.activity == "loading":
         return f"the engine to load version {state.version}"
+    if state.verified is None:
+        return "weights"
     if state.held_why:
         return state.held_why
     if state.queue:
@@ -289,16 +289,17 @@ def waiting_for(state: State, now: float) -> str:
 def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
     match event:
         case Answered():
-            return _take(state, event, now), ()
+            return _take(state, event, now)
         case NotAnswered(why=why, retry_s=retry_s):
             return replace(state, asking=False, ask_after=max(state.ask_after, now + retry_s), wait_why=why), ()
         case Verified(root=root, version=version):
             # Whoever waits "until the next version" may ask at once: the wait was said before this one.
             return replace(state, verified=root, version=version, ask_after=min(state.ask_after, now)), ()
+        case EngineUp():
+            return replace(state, activity="idle", loaded=None, engine_why=""), ()
         case Loaded(root=root):
-            return replace(state, activity="idle", loaded=root, engine_why=""), ()
-        case LoadFailed(why=why):
-            return replace(state, activity="idle", loaded=None, engine_why=why), ()
+            # A load that ends after its engine has died says nothing about the next engine.
+            return (replace(state, activity="idle", loaded=root) if state.activity == "loading" else state), ()
         case LeaseDone(lease_id=lease_id):
             rest = tuple(taken for taken in state.batch if taken.lease.lease_id != lease_id)
             return replace(state, batch=rest, useless=0), ()
@@ -318,10 +319,13 @@ def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action
             return state, ()
 
 
-def _take(state: State, answer: Answered, now: float) -> State:
+def _take(state: State, answer: Answered, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Take what was offered, but never more than there is room for, whatever the learner sends."""
     known = {taken.lease.lease_id for taken in (*state.queue, *state.batch)}
     offered = {lease.lease_id: lease for lease in answer.leases}
-    fresh = tuple(Taken(lease=lease, at=now) for lease_id, lease in offered.items() if lease_id not in known)
+    new = [Taken(lease=lease, at=now) for lease_id, lease in offered.items() if lease_id not in known]
+    room = max(0, state.capacity.groups - state.leases_open)
+    fresh, excess = tuple(new[:room]), new[room:]
     if fresh:
         state = replace(state, queue=state.queue + fresh, duration_s=fresh[-1].lease.duration_s)
     pause_s = ASK_PAUSE_S if state.asked_groups and not fresh else 0.0
@@ -330,7 +334,9 @@ def _take(state: State, answer: Answered, now: float) -> State:
     if state.asked_groups or answer.wait_s is not None:
         state = replace(state, wait_why=answer.why)
     state = replace(state, asking=False, ask_after=max(state.ask_after, now + pause_s))
-    return _back_off(state, now) if answer.unusable and not fresh else state
+    if (answer.unusable or excess) and not fresh:
+        state = _back_off(state, now)
+    return state, _give_back(excess, "lease.limits")
 
 
 def _back_off(state: State, now: float) -> State:

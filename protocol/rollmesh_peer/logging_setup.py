@@ -1,7 +1,7 @@
 """How a process of ours logs, on the stdlib's logging: text for a person, or JSON lines for a program.
 
-Only a process's own wiring calls :func:`set_up_logging`; a part has ``logging.getLogger(__name__)`` and reports each
-change of state with :func:`event`. As a library we stay silent. Text shortens peer ids, JSON keeps them whole.
+Only a process's own wiring calls :func:`set_up_logging`; a part has ``logging.getLogger("rollmesh.<part>")`` and
+reports each change of state with :func:`event`. As a library we stay silent. Text shortens peer ids, JSON does not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Plain = str | int | float | bool | None
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-PACKAGES: Final = ("rollmesh_protocol", "rollmesh_peer", "rollmesh_node", "rollmesh_learner")
-"""Loggers are named after modules, so each of our packages is the root of a tree of them."""
+OURS: Final = ("rollmesh", "rollmesh_protocol", "rollmesh_peer", "rollmesh_node", "rollmesh_learner")
+"""Loggers are named ``rollmesh.<part>``, or after their module."""
 NOISY: Final = ("libp2p", "multiaddr", "aioquic", "zeroconf")
 """Libraries that log a stranger's garbage as an error of ours; heard at level debug only."""
 
@@ -49,7 +49,7 @@ def set_up_logging(*, form: Format = "text", level: Level = "info", stream: Text
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    for name in PACKAGES:
+    for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING if level == "debug" else logging.CRITICAL)
@@ -97,8 +97,8 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Plain]:
 
 
 def _part(name: str) -> str:
-    """``rollmesh_node.engine.supervisor`` as ``node.engine.supervisor``."""
-    return name.removeprefix("rollmesh_")
+    """``rollmesh.mesh.host`` as ``mesh.host``."""
+    return name.removeprefix("rollmesh_").removeprefix("rollmesh.")
 
 
 def _word(value: Plain) -> str:

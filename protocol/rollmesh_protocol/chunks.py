@@ -32,7 +32,4 @@ def from_bitmap(bitmap: bytes, *, chunk_count: int) -> frozenset[int]:
 
 def _bits(bitmap: bytes) -> Iterator[int]:
     for position, byte in enumerate(bitmap):
-        while byte:
-            low = byte & -byte
-            yield 8 * position + low.bit_length() - 1
-            byte ^= low
+        yield from (8 * position + bit for bit in range(8) if byte >> bit & 1)

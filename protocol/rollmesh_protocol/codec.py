@@ -66,7 +66,7 @@ def unpack(message: bytes, *, limit: int, items: int = limits.MAX_ITEMS) -> dict
     return value
 
 
-def _check_shape(message: bytes, *, items: int) -> None:
+def _check_shape(message: bytes, *, items: int) -> None:  # noqa: PLR0912 - one branch a kind of header
     """Refuse too many values, or too many containers open at one time, by a walk over the headers alone.
 
     The unpacker itself goes 1,024 levels deep, and builds an object for each byte of a message full of zeros.
@@ -135,11 +135,11 @@ def _unique_text_keys(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _refuse_extension(code: int, _content: bytes) -> Any:
+def _refuse_extension(code: int, _content: bytes) -> None:
     raise Refused("request.invalid", f"an extension type ({code})")
 
 
-def _refuse_odd_floats(value: Any) -> None:
+def _refuse_odd_floats(value: object) -> None:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise Refused("request.invalid", "a number that is not finite")

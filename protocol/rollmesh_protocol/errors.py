@@ -148,6 +148,7 @@ CODES: Final[dict[str, Code]] = {
     "manifest.limits": Code(
         "the download is larger than this node allows", "raise limits.download_gb if you trust the run"
     ),
+    "chunk.served": Code("this peer has sent its share of this file", "nothing; the rest is taken from another peer"),
     "chunk.digest": Code("a chunk does not match its digest", "nothing; the chunk is taken from another peer"),
     "patch.invalid": Code("the patch does not decode", "nothing; the node takes another edge"),
     "patch.root": Code(

@@ -110,6 +110,9 @@ MAX_BANS: Final = 4096
 """Peers remembered as shut out; the oldest are forgotten first."""
 MAX_HANDLERS: Final = 32
 """Requests that are worked on at one time; the rest wait, and peers take turns."""
+MAX_HANDLERS_PER_PEER: Final = 8
+REFUSAL_BYTES: Final = 8 * KIB
+"""A code and a sentence of ``MAX_TEXT_CHARS``."""
 RECEIVING_BYTES_PER_PEER: Final = 16 * MIB
 """Frames of one peer that have begun to arrive and are not complete: two results."""
 RECEIVING_BYTES: Final = 256 * MIB
@@ -210,6 +213,8 @@ UPLOAD_SLOTS: Final = 8
 MAX_UPLOAD_QUEUE: Final = 512
 UPLOAD_WAIT_S: Final = 2.0
 """A chunk request that found no slot for this long is told that we are busy: well before it would count as late."""
+RETAINED_EDGES: Final = 16
+"""Payloads that a node keeps after it has taken them, so that slower peers can have them from it."""
 SERVED_WINDOW_S: Final = 3600.0
 """SERVED_FILE_RATIO holds for this long: a node that lost its disk gets the file again later."""
 

@@ -40,6 +40,8 @@ MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 """Philox4x32 round multipliers."""
 WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 """Philox4x32 key increments."""
+PHILOX_BLOCK: Final = 8192
+"""Counters worked on at a time: eight arrays of 64 KiB stay in a core's second-level cache."""
 TOKENS_PER_COUNTER: Final = 4
 K_BITS: Final = 24
 """Bits of noise; as many as a float32 can tell apart."""
@@ -52,10 +54,11 @@ FLOAT32_TOLERANCE: Final = 4e-6
 
 _WORD: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
-_BLOCK: Final = 8192
-"""Counters worked on at a time: eight arrays of 64 KiB stay in a core's second-level cache."""
+_MULTIPLIERS: Final = (np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1]))
+_WEYL: Final = (np.uint64(WEYL[0]), np.uint64(WEYL[1]))
 
 Words = NDArray[np.uint32]
+Column = NDArray[np.uint64]
 
 
 def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]) -> Words:
@@ -63,22 +66,23 @@ def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: 
     shape = np.broadcast_shapes(*(np.shape(word) for word in (*counter, *key)))
     flat = [np.broadcast_to(np.asarray(word, dtype=np.uint64), shape).reshape(-1) for word in (*counter, *key)]
     words = np.empty((flat[0].size, 4), dtype=np.uint32)
-    for start in range(0, len(words), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        _philox_block([column[block].copy() for column in flat], words[block])
+    for start in range(0, len(words), PHILOX_BLOCK):
+        block = slice(start, start + PHILOX_BLOCK)
+        columns = philox_columns(*(column[block].copy() for column in flat))
+        words[block] = np.stack(columns, axis=-1)
     return words.reshape(*shape, 4)
 
 
-def _philox_block(state: list[NDArray[np.uint64]], out: Words) -> None:
-    """Run the rounds in place on six uint64 columns of 32-bit values (four counter words, two key words)."""
-    c0, c1, c2, c3, k0, k1 = state
+def philox_columns(c0: Column, c1: Column, c2: Column, c3: Column, k0: Column, k1: Column) -> tuple[Column, ...]:
+    """Return the four output words of each counter (c0..c3) and key (k0, k1): uint64 [n], each below 2^32.
+
+    The six inputs, uint64 [n] below 2^32, are scratch space and are overwritten.
+    """
     p0, p1 = np.empty_like(c0), np.empty_like(c0)
-    m0, m1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
-    w0, w1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
     for _ in range(ROUNDS):
         # c1, c3 and the key may carry bits above 32: whatever they are XORed into is masked afterwards.
-        np.multiply(c0, m0, out=p0)
-        np.multiply(c2, m1, out=p1)
+        np.multiply(c0, _MULTIPLIERS[0], out=p0)
+        np.multiply(c2, _MULTIPLIERS[1], out=p1)
         np.right_shift(p1, _HALF, out=c0)
         c0 ^= c1
         c0 ^= k0
@@ -89,10 +93,11 @@ def _philox_block(state: list[NDArray[np.uint64]], out: Words) -> None:
         c2 &= _WORD
         c1, p1 = p1, c1
         c3, p0 = p0, c3
-        k0 += w0
-        k1 += w1
-    for column, word in enumerate((c0, c1, c2, c3)):
-        out[:, column] = word  # keeps the low 32 bits
+        k0 += _WEYL[0]
+        k1 += _WEYL[1]
+    c1 &= _WORD
+    c3 &= _WORD
+    return c0, c1, c2, c3
 
 
 def split_seed(seed: int) -> tuple[int, int]:

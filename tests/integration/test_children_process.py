@@ -65,8 +65,7 @@ def grandchild(body):
     return {"pid": pid}
 
 def babble(body):
-    import rollmesh_peer.children.child as child
-    os.write(child._pipes._outgoing, bytes(body["bytes"]))
+    os.write(take_pipes()._outgoing, bytes(body["bytes"]))
     time.sleep(600)
 
 run_child({
@@ -103,7 +102,7 @@ def is_running(pid: int) -> bool:
 
 async def until_gone(pid: int) -> None:
     with trio.fail_after(5):
-        while is_running(pid):
+        while is_running(pid):  # noqa: ASYNC110 - another process's end is no event of ours
             await trio.sleep(0.01)
 
 
@@ -177,9 +176,9 @@ async def test_death_fails_every_waiting_call_at_once(
     async with open_child(spec()) as child:
         start = time.monotonic()
         async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(wait, child)
             with pytest.raises(ChildFailed) as died:
-                for _ in range(5):
-                    nursery.start_soon(wait, child)
                 await child.call("die", {"signal": int(number)}, deadline_s=60)
         assert time.monotonic() - start < 3
         assert words in died.value.detail
@@ -374,8 +373,8 @@ import sys, trio
 from rollmesh_peer.children.process import ChildSpec, open_child
 async def main():
     async with open_child(ChildSpec(name="test", argv=(sys.executable, sys.argv[1]))) as child:
-        print(child.pid, flush=True)
         try:
+            print(child.pid, flush=True)
             await trio.sleep_forever()
         except BaseException:
             with trio.CancelScope(shield=True):

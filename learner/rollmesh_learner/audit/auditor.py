@@ -86,8 +86,8 @@ class Auditor:
         self._suspects.append(Case(rollout, prompt))
         self.wake()
 
-    async def run(self, on_audited: trio.MemorySendChannel[None]) -> None:
-        """Audit for ever; a message on ``on_audited`` after each round."""
+    async def run(self, on_audited: Callable[[], None]) -> None:
+        """Audit for ever; ``on_audited`` is called after each round."""
         while True:
             batch = self._next_batch()
             if not batch:
@@ -103,10 +103,7 @@ class Auditor:
                 await trio.sleep(0.2)
                 continue
             self.waiting_for = ""
-            try:
-                on_audited.send_nowait(None)
-            except trio.WouldBlock:
-                pass
+            on_audited()
 
     def _next_batch(self) -> list[Case]:
         """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects."""

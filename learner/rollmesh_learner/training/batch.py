@@ -1,14 +1,15 @@
-"""Rollouts as the trainer sees them, and their division into micro-batches of bounded size.
+"""Rollouts as the trainer sees them: records from the pipe, checked and decoded, and their division into minibatches.
 
-Invariant: the same rollouts in the same order always give the same micro-batches, each rollout in exactly one, so
-that a resumed trainer repeats its steps bit for bit. Pure numpy; the order of consumption was decided by the ledger
-and has no effect on the sum that the batch makes, only on its rounding.
+Invariant: what passes :func:`open_rollout` can be computed with; the same rollouts in the same order and the same
+generator always give the same division, so that a resumed trainer repeats its steps bit for bit. Pure numpy.
+Micro-batches (what fits into one forward pass) are the business of :mod:`.forest`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollmesh_protocol.errors import ChildFailed
 
-INVALID = "trainer.rollout"
+INVALID: Final = "trainer.rollout"
 """The code of a rollout that cannot be trained on; intake should have refused it."""
 
 TokenIds = NDArray[np.uint32]
@@ -59,7 +60,10 @@ class Sample:
 
 
 def open_rollout(record: RolloutRecord, *, vocabulary: int) -> Sample:
-    """Decode a record. Raises ``ChildFailed`` for torn arrays, tokens outside the vocabulary or wild log-probabilities."""
+    """Decode a record.
+
+    Raises ``ChildFailed`` for torn arrays, tokens outside the vocabulary and log-probabilities that are not finite.
+    """
     if any(len(raw) % 4 for raw in (record.prompt, record.tokens, record.mu)):
         raise ChildFailed(f"rollout {record.id} holds half a number", code=INVALID)
     prompt, tokens = np.frombuffer(record.prompt, dtype="<u4"), np.frombuffer(record.tokens, dtype="<u4")
@@ -81,23 +85,8 @@ def open_rollout(record: RolloutRecord, *, vocabulary: int) -> Sample:
     )
 
 
-def micro_batches_by_length(samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
-    """Return lists of positions in ``samples``, shortest first, whose padded sizes stay within ``max_tokens``.
-
-    A sample longer than ``max_tokens`` gets a micro-batch of its own.
-    """
-    lengths = [len(sample.prompt) + len(sample.tokens) - 1 for sample in samples]
-    batches: list[list[int]] = []
-    for index in sorted(range(len(samples)), key=lambda i: (lengths[i], i)):
-        if batches and lengths[index] * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
 def split_groups(samples: Sequence[Sample], *, parts: int, generator: np.random.Generator) -> list[list[int]]:
-    """Return ``parts`` lists of positions with whole groups in each, shuffled by ``generator``; empty ones are left out."""
+    """Return at most ``parts`` lists of positions, none empty, with whole groups in each, shuffled by ``generator``."""
     members: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         members.setdefault(sample.group, []).append(index)

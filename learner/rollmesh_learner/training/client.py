@@ -48,6 +48,8 @@ class TrainerClient:
         self._supervisor = Supervisor(spec, self._prepare)
         self.life = 0
         """Counts the trainers that were opened; a change means that steps may be lost."""
+        self.opened_from: Path | None = None
+        """The checkpoint that the present trainer was opened from; None for the base model."""
         self.opened_at_step = 0
         """The step of the checkpoint that the present trainer was opened from."""
         self.opened: Body = {}
@@ -105,6 +107,7 @@ class TrainerClient:
         if not isinstance(step, int):
             raise ChildFailed("the trainer opened without telling its step")
         self.opened_at_step = step
+        self.opened_from = newest
         self.life += 1
 
     def _prune(self) -> None:

@@ -40,7 +40,7 @@ class Forest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Neighbouring nodes that share their ancestors outside the block: one small attention instead of a row of a large one."""
+    """Neighbouring nodes with the same ancestors outside the block: one small attention, not rows of a large one."""
 
     first: int
     last: int

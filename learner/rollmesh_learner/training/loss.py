@@ -45,7 +45,8 @@ class Tokens:
     """Where mu was recomputed by the learner."""
     advantage: Tensor
 
-    def __getitem__(self, part: slice) -> Tokens:
+    def __getitem__(self, part: slice | Tensor) -> Tokens:
+        """Return some of the tokens: those of a slice, or of int64 positions."""
         return Tokens(mu=self.mu[part], exact=self.exact[part], advantage=self.advantage[part])
 
 

@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from rollmesh_learner.training import forest as forests
@@ -60,10 +60,11 @@ def enable(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def completion_states(model: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
+def completion_states(model: PreTrainedModel, samples: Sequence[Sample]) -> tuple[Tensor, int]:
     """Return the last hidden state that predicts each completion token, [K, hidden], sample after sample.
 
-    Gradients flow when they are enabled. ``model`` must have been through :func:`enable`.
+    The second value is the number of tokens computed. Gradients flow when they are enabled. ``model`` must have been
+    through :func:`enable`.
     """
     forest = forests.grow(samples)
     states: Tensor = model.base_model(
@@ -72,7 +73,7 @@ def completion_states(model: PreTrainedModel, samples: Sequence[Sample]) -> Tens
         use_cache=False,
         forest=plan(forest, device=model.device),
     ).last_hidden_state
-    return states[0].index_select(0, torch.from_numpy(forest.sources).to(model.device))
+    return states[0].index_select(0, torch.from_numpy(forest.sources).to(model.device)), len(forest.tokens)
 
 
 def plan(forest: forests.Forest, *, device: torch.device, block_nodes: int = BLOCK_NODES) -> Plan:
@@ -87,7 +88,7 @@ def plan(forest: forests.Forest, *, device: torch.device, block_nodes: int = BLO
 
 
 def forest_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,9 +113,9 @@ def forest_attention(
         )
         return out.transpose(1, 2).contiguous(), None
     sizes = [part.keys for part in forest.parts]
-    keys = key[0].index_select(1, forest.gather).float().split(sizes, dim=1)
-    values = value[0].index_select(1, forest.gather).float().split(sizes, dim=1)
-    queries = (query[0].float() * scale).unflatten(0, (-1, groups))
+    keys = key[0].index_select(1, forest.gather).float().split_with_sizes(sizes, dim=1)
+    values = value[0].index_select(1, forest.gather).float().split_with_sizes(sizes, dim=1)
+    queries = (query[0].float() * scale).view(-1, groups, *query.shape[2:])
     outs = [
         _attend(queries[:, :, part.first : part.last], k, v, bias=part.bias)
         for part, k, v in zip(forest.parts, keys, values, strict=True)

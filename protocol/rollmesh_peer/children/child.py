@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -72,25 +73,20 @@ class Pipes:
         return frames.unpack(payload)
 
 
-_pipes: Pipes | None = None
-
-
+@functools.cache
 def take_pipes() -> Pipes:
     """Move the daemon's pipes away from descriptors 0 and 1, once: 0 becomes /dev/null and 1 becomes stderr.
 
     Safe to call again (the same pipes are returned), so a module may call it on its first line, before heavy imports.
     """
-    global _pipes
-    if _pipes is None:
-        incoming, outgoing = os.dup(0), os.dup(1)  # not inheritable: they do not outlive an exec
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr
-        faulthandler.enable(file=2)  # a crash in native code leaves its Python stack in the daemon's log
-        _pipes = Pipes(os.fdopen(incoming, "rb", buffering=0x10000), outgoing)
-    return _pipes
+    incoming, outgoing = os.dup(0), os.dup(1)  # not inheritable: they do not outlive an exec
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    faulthandler.enable(file=2)  # a crash in native code leaves its Python stack in the daemon's log
+    return Pipes(os.fdopen(incoming, "rb", buffering=0x10000), outgoing)
 
 
 def leave(status: int = 0) -> NoReturn:

@@ -20,12 +20,14 @@ import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from rollmesh_peer.children import landlock, linux, seccomp
+from rollmesh_protocol.errors import UsageError
 
 NOBODY: Final = 65534
 """The user and group that own nothing, by convention."""
@@ -71,6 +73,16 @@ class AnswerLimits:
     """Seconds on the clock, with room for a busy machine: only an answer that waits reaches it before ``cpu_s``."""
     memory_bytes: int = 512 * 1024 * 1024
     """Address space on top of what the imported environment has."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, object]) -> AnswerLimits:
+        """From a map with these three names. Raises ``UsageError`` when one is missing or not above zero."""
+        cpu_s, wall_s, memory_bytes = (plain.get(name) for name in ("cpu_s", "wall_s", "memory_bytes"))
+        if not isinstance(cpu_s, int) or not isinstance(wall_s, (int, float)) or not isinstance(memory_bytes, int):
+            raise UsageError("the limits of an answer are cpu_s, wall_s and memory_bytes")
+        if min(cpu_s, wall_s, memory_bytes) <= 0:
+            raise UsageError("the limits of an answer must be above zero")
+        return cls(cpu_s=cpu_s, wall_s=float(wall_s), memory_bytes=memory_bytes)
 
 
 def enter_namespaces() -> Protections:
@@ -140,15 +152,11 @@ def memory_in_use_bytes() -> int:
         return 0
 
 
-PROBES: Final = ("write a file", "read /etc/passwd", "open a socket", "start a process", "signal its parent",
-                 "raise a limit", "see variables", "use a descriptor")  # fmt: skip
-
-
-def probe(result_descriptor: int) -> float:
-    """Try to get out; returns the attempts that worked as bits, in the order of :data:`PROBES`. For a sandbox only."""
+def probe(result_descriptor: int) -> list[str]:
+    """Try to get out of a sandbox, in harmless ways; returns the names of the attempts that worked."""
     import resource
 
-    def start_process() -> None:
+    def start_a_process() -> None:
         if os.fork() == 0:
             os._exit(0)
 
@@ -156,36 +164,33 @@ def probe(result_descriptor: int) -> float:
         if not os.environ:
             raise OSError
 
-    def use_descriptor() -> None:
-        for number in range(3, MAX_DESCRIPTORS):
-            if number != result_descriptor:
-                with contextlib.suppress(OSError):
-                    os.fstat(number)
-                    return
-        raise OSError
+    def hold_a_descriptor() -> None:
+        if not any(_is_open(number) for number in range(3, MAX_DESCRIPTORS) if number != result_descriptor):
+            raise OSError
 
-    attempts: tuple[Callable[[], object], ...] = (
-        lambda: Path("/tmp/rollmesh-probe").write_text(""),
-        lambda: Path("/etc/passwd").read_bytes(),
-        lambda: socket.socket().close(),
-        start_process,
-        lambda: os.kill(os.getppid(), 0),
-        lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS - 1, MAX_DESCRIPTORS)),
-        see_variables,
-        use_descriptor,
-    )
-    worked = 0
-    for bit, attempt in enumerate(attempts):
-        with contextlib.suppress(OSError, ValueError):
-            attempt()
-            worked |= 1 << bit
-    return float(worked)
+    attempts: dict[str, Callable[[], object]] = {
+        "write a file": lambda: (Path(tempfile.gettempdir()) / "rollmesh-probe").write_text(""),
+        "read /etc/passwd": lambda: Path("/etc/passwd").read_bytes(),
+        "open a socket": lambda: socket.socket().close(),
+        "start a process": start_a_process,
+        "signal its parent": lambda: os.kill(os.getppid(), 0),
+        "raise a limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS - 1, MAX_DESCRIPTORS)),
+        "see variables": see_variables,
+        "hold a descriptor": hold_a_descriptor,
+    }
+    return [name for name, attempt in attempts.items() if Protections().attempt(name, attempt)]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _unshare() -> None:
-    flags = (
-        linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
-    )
+    flags = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     if os.geteuid() == 0:
         linux.unshare(flags)
         return

@@ -7,6 +7,8 @@ It runs in child processes only (prompter, scorer): a daemon never imports an en
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
@@ -18,6 +20,16 @@ from rollmesh_protocol.errors import UsageError
 
 GROUP: Final = "rollmesh.environments"
 """Entry points of this group name an ``EnvironmentFactory``."""
+
+
+HASH_SEED: Final = "PYTHONHASHSEED"
+"""Some data sets draw from Python sets, whose order this variable decides: it is 0 wherever environments run."""
+
+
+def fix_hash_seed() -> None:
+    """Start this very process again with the hash seed fixed, unless it runs so. For the first line of a ``main``."""
+    if sys.flags.hash_randomization and os.environ.get(HASH_SEED) != "0":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED: "0"})  # noqa: S606
 
 
 def environment_names() -> tuple[str, ...]:

@@ -14,13 +14,8 @@ import contextlib
 import itertools
 import logging
 import math
-import os
-import signal
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import trio
@@ -28,6 +23,7 @@ import trio
 from rollmesh_peer.children import frames
 from rollmesh_peer.children.failure import CLOSED, KILLED, LATE, START, describe_exit, error_of, quote
 from rollmesh_peer.children.frames import Body
+from rollmesh_peer.children.launch import ChildSpec, kept_environment, kill_group, python_argv, start
 from rollmesh_protocol.errors import ChildFailed
 
 log = logging.getLogger("rollmesh.children")
@@ -44,39 +40,6 @@ REAP_S: Final = 10.0
 """A killed process that is still there after this long hangs in the kernel (a GPU driver); it is left behind."""
 DRAIN_S: Final = 1.0
 """After a child's exit its pipes are read for so long; only a grandchild outside its group can hold them open."""
-CHILD_OOM_SCORE: Final = "500"
-"""Linux kills the process with the highest score first when memory runs out: the child, never the daemon."""
-KEPT_VARIABLES: Final = (
-    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT",
-    "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
-    "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "PYTHONPATH",
-)  # fmt: skip
-"""What :func:`kept_environment` copies for an engine or trainer: paths, locale, devices. No tokens, no keys."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChildSpec:
-    """How a child process is started. ``environment`` is everything it sees: nothing is inherited."""
-
-    name: str
-    argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    start_deadline_s: float = 60.0
-    """From the start to the child's ``ready`` frame; importing torch takes 1 s here and a minute on a cold disk."""
-    nice: int = 0
-    """Added to the daemon's own niceness, 0 to 19."""
-    memory_limit_bytes: int | None = None
-    """``RLIMIT_DATA`` of the child (Linux), or None. Not for CUDA processes: drivers reserve what they never use."""
-
-
-def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a module of ours in this Python; the working directory is kept off its import path."""
-    return (sys.executable, "-P", "-m", module, *arguments)
-
-
-def kept_environment(source: Mapping[str, str], extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of ``source`` that an engine or trainer needs, and ``extra``."""
-    return {name: source[name] for name in KEPT_VARIABLES if name in source} | dict(extra or {})
 
 
 class _Job:
@@ -147,7 +110,7 @@ class Child:
         if self._dead.is_set():
             return
         self._blame = self._blame or (code, how)
-        _kill_group(self._process)
+        kill_group(self._process)
 
     async def call(self, verb: str, body: Mapping[str, object], *, deadline_s: float) -> Body:
         """The answer of ``verb``. ``deadline_s`` counts from this call's turn; a child that misses it is killed.
@@ -200,17 +163,19 @@ class Child:
         """Cancel a call whose caller has gone, and wait for the child to notice; one that never does is killed."""
         if not self._dead.is_set():
             self._outbox.send_nowait(frames.pack(frames.CANCEL, job.call_id))
-        with trio.move_on_after(patience_s):
+        with trio.move_on_after(patience_s) as scope:
             await job.ended.wait()
-            return
-        self.kill(f"went on with the cancelled call {job.verb!r} for more than {patience_s:g} s", code=LATE)
+        if scope.cancelled_caught:
+            self.kill(f"went on with the cancelled call {job.verb!r} for more than {patience_s:g} s", code=LATE)
 
     async def _next_frame(self, job: _Job, deadline_s: float) -> Body:
-        with trio.move_on_after(deadline_s):
+        with trio.move_on_after(deadline_s) as scope:
             try:
-                return await job.receive.receive()
+                frame = await job.receive.receive()
             except trio.EndOfChannel:
                 raise self.failure() from None
+        if not scope.cancelled_caught:
+            return frame
         self.kill(f"did not answer {job.verb!r} within {deadline_s:g} s", code=LATE)
         raise self.failure()
 
@@ -228,15 +193,16 @@ class Child:
             job.send.close()
             self._turn.release()
 
-    # --- its life ----------------------------------------------------------------------------------------------------
-    async def _serve(self) -> None:
+    # --- its life: open_child drives it -------------------------------------------------------------------------------
+    async def serve(self) -> None:
         """The tasks behind every call. Shielded: the child is closed in order also when its owner is cancelled."""
         with self._service:
             async with trio.open_nursery() as self._nursery:
                 for task in (self._read_frames, self._write_frames, self._read_stderr, self._await_exit):
                     self._nursery.start_soon(task)
 
-    async def _until_ready(self) -> None:
+    async def until_ready(self) -> None:
+        """Wait for the child's ``ready`` frame. Raises ``ChildFailed`` when it dies first or takes too long."""
         with trio.move_on_after(self.spec.start_deadline_s) as scope:
             await self._ready.wait()
         if scope.cancelled_caught:
@@ -267,10 +233,10 @@ class Child:
             pass
         self._piped.set()
         # End-of-file without an exit: nothing can be said to this child any more.
-        with trio.move_on_after(CLOSE_GRACE_S):
+        with trio.move_on_after(CLOSE_GRACE_S) as scope:
             await self._dead.wait()
-            return
-        self.kill("closed its pipe and was killed", code=frames.GARBAGE)
+        if scope.cancelled_caught:
+            self.kill("closed its pipe and was killed", code=frames.GARBAGE)
 
     async def _write_frames(self) -> None:
         assert self._process.stdin is not None
@@ -300,7 +266,7 @@ class Child:
 
     async def _await_exit(self) -> None:
         await self._process.wait()
-        _kill_group(self._process)  # what it has left behind, an engine's workers for instance
+        kill_group(self._process)  # what it has left behind, an engine's workers for instance
         with trio.move_on_after(DRAIN_S):
             await self._piped.wait()
             await self._stderr_read.wait()
@@ -309,25 +275,28 @@ class Child:
         self._end_job()
         log.debug("%s", self.failure().detail)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         """Tell it to leave by ending its stdin, then make it; returns when it is gone."""
         process = self._process
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None
         if not self._dead.is_set():
             self._blame = self._blame or (CLOSED, "was stopped by its daemon")
             await process.stdin.aclose()
             await self._wait_gone()
         self._service.cancel()
         for pipe in (process.stdin, process.stdout, process.stderr):
-            await pipe.aclose()
+            if pipe is not None:
+                await pipe.aclose()
 
     async def _wait_gone(self) -> None:
         with trio.move_on_after(CLOSE_GRACE_S):
             await self._dead.wait()
+        if self._dead.is_set():
             return
-        _kill_group(self._process)
-        with trio.move_on_after(REAP_S):
+        kill_group(self._process)
+        with trio.move_on_after(REAP_S) as scope:
             await self._dead.wait()
+        if not scope.cancelled_caught:
             return
         log.warning("the %s process (pid %d) survives being killed; it is left behind", self.spec.name, self.pid)
 
@@ -339,58 +308,19 @@ async def open_child(spec: ChildSpec) -> AsyncIterator[Child]:
     Raises ``ChildFailed`` when it cannot be started, dies on the way, or is not ready in time. An exception of the
     block comes out as it is, never in an exception group.
     """
-    child = Child(spec, await _start(spec))
+    child = Child(spec, await start(spec))
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:
-            nursery.start_soon(child._serve)
-            await child._until_ready()
+            nursery.start_soon(child.serve)
+            await child.until_ready()
             yield child
         except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery
             failure = error
         nursery.cancel_scope.shield = True
-        await child._close()
+        await child.close()
     if failure is not None:
         raise failure
-
-
-async def _start(spec: ChildSpec) -> trio.Process:
-    try:
-        process = await trio.lowlevel.open_process(
-            list(spec.argv),
-            stdin=-1,
-            stdout=-1,
-            stderr=-1,
-            env=dict(spec.environment),
-            start_new_session=True,  # the terminal's Ctrl-C is the daemon's to handle
-        )
-    except OSError as error:
-        raise ChildFailed(f"the {spec.name} process cannot be started: {error}", code=START) from error
-    try:
-        _limit(spec, process.pid)
-    except OSError as error:  # it may be gone already; its exit is told in words later
-        log.warning("the limits of the %s process are not set: %s", spec.name, error)
-    return process
-
-
-def _limit(spec: ChildSpec, pid: int) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    import resource
-
-    Path(f"/proc/{pid}/oom_score_adj").write_text(CHILD_OOM_SCORE)
-    if spec.nice:
-        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + spec.nice)
-    if spec.memory_limit_bytes is not None:
-        resource.prlimit(pid, resource.RLIMIT_DATA, (spec.memory_limit_bytes, spec.memory_limit_bytes))
-
-
-def _kill_group(process: trio.Process) -> None:
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    elif process.returncode is None:
-        process.kill()
 
 
 async def _frames_of(pipe: trio.abc.ReceiveStream) -> AsyncIterator[Body]:
@@ -408,3 +338,6 @@ async def _frames_of(pipe: trio.abc.ReceiveStream) -> AsyncIterator[Body]:
         if not piece:
             return
         buffer += piece
+
+
+__all__ = ["Child", "ChildSpec", "kept_environment", "open_child", "python_argv"]

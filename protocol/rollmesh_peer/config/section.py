@@ -12,16 +12,21 @@ field has a description and every number a unit.
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 M = TypeVar("M")
 
 
@@ -35,6 +40,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def to(self, kind: type[D], **others: object) -> D:
+        """A component's own dataclass, from the settings that have its fields' names and from ``others``."""
+        settings = {name: getattr(self, name) for name in type(self).model_fields}
+        wanted = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in settings.items() if name in wanted}, **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def parse_endpoint(text: str, *, listening: bool = False) -> Endpoint:
         UsageError: one sentence that names the text and what is wrong with it.
     """
     parts = _checked(text).split("/")
-    if len(parts) != 5 or parts[0] or parts[3] != "tcp":  # noqa: PLR2004 - "", kind, host, "tcp", port
+    if len(parts) != 5 or parts[0] or parts[3] != "tcp":
         raise UsageError(f"{_shown(text)} is not an address like /ip4/203.0.113.7/tcp/4700")
     _, kind, host, _, port_text = parts
     if not port_text.isascii() or not port_text.isdigit() or len(port_text) > len("65535") or int(port_text) > 65535:

@@ -1,7 +1,7 @@
 """The mesh over libp2p: opens a host, wires its parts, and closes it so that nothing of it stays in the process.
 
 Parts, none of which knows this module: the guarded swarm (who may connect), the guarded host (who speaks what), gossip,
-and the listeners. Invariant: a port is either ours alone or :class:`HostError`, and it is free again when the block ends.
+and the listeners. Invariant: a port is ours alone or there is a :class:`HostError`, and it is free when the block ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -79,13 +80,13 @@ async def open_mesh(options: HostOptions) -> AsyncIterator[Mesh]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(swarm))
         if gossip is not None:
-            await stack.enter_async_context(running(gossip.router))
+            await stack.enter_async_context(running(gossip.overlay))
             await stack.enter_async_context(running(gossip))
             await gossip.wait_until_ready()
         nursery = await stack.enter_async_context(trio.open_nursery())
-        if listeners:
-            nursery.start_soon(trio.serve_listeners, swarm.serve, listeners)
         bound = _bound(listeners)
+        accepting = trio.CancelScope()
+        nursery.start_soon(_accept, listeners, accepting, swarm, nursery)
         mesh = _Libp2pMesh(swarm, host=host, gossip=gossip, nursery=nursery, endpoints=[*announced, *bound])
         log.info("peer %s listens on %s", mesh.peer_id, ", ".join(mesh.addresses) or "nothing")
         try:
@@ -93,9 +94,8 @@ async def open_mesh(options: HostOptions) -> AsyncIterator[Mesh]:
         except Exception as error:  # noqa: BLE001 - raised again below, outside of the nurseries' groups
             failure = error
         finally:
-            for listener in listeners:
-                listener.socket.close()
-            with trio.move_on_after(_CLOSE_S, shield=True):
+            accepting.cancel()
+            with trio.CancelScope(deadline=trio.current_time() + _CLOSE_S, shield=True):
                 await swarm.close_all()
             nursery.cancel_scope.cancel()
     if failure is not None:
@@ -203,10 +203,19 @@ class _Libp2pMesh:
         await self._gossip.send(topic, message)
 
     async def _dial(self, target: PeerAddress) -> None:
-        with trio.move_on_after(limits.DIAL_S):
+        with trio.move_on_after(limits.DIAL_S) as deadline:
             await self._swarm.dial(target)
-            return
-        raise LinkLost(f"{target.endpoint} does not answer within {limits.DIAL_S:.0f} s")
+        if deadline.cancelled_caught:
+            raise LinkLost(f"{target.endpoint} does not answer within {limits.DIAL_S:.0f} s")
+
+
+async def _accept(
+    listeners: list[trio.SocketListener], accepting: trio.CancelScope, swarm: GuardedSwarm, nursery: trio.Nursery
+) -> None:
+    """Serve connections in ``nursery`` until ``accepting`` is cancelled, which closes the listeners and no connection."""
+    with accepting:
+        if listeners:
+            await trio.serve_listeners(swarm.serve, listeners, handler_nursery=nursery)
 
 
 async def _listen(endpoints: list[Endpoint]) -> list[trio.SocketListener]:
@@ -246,11 +255,10 @@ def _bound(listeners: list[trio.SocketListener]) -> list[Endpoint]:
 
 def _own_hosts(*, is_ipv6: bool) -> list[str]:
     """The address that leads out of this machine, if any, and the loopback one. Nothing is sent to find out."""
-    family = trio.socket.AF_INET6 if is_ipv6 else trio.socket.AF_INET
     hosts = []
-    with trio.socket.socket(family, trio.socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe._sock.connect(("2001:db8::1" if is_ipv6 else "192.0.2.1", 9))  # type: ignore[attr-defined]  # noqa: SLF001
+            probe.connect(("2001:db8::1" if is_ipv6 else "192.0.2.1", 9))
             hosts.append(str(probe.getsockname()[0]))
         except OSError:
             log.debug("no way out over %s", "IPv6" if is_ipv6 else "IPv4")

@@ -53,12 +53,12 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def copy_image_into(model: nn.Module, *, layout: Layout, image: Path) -> None:
-    """Copy every tensor of ``image`` into the model's own memory, on whatever device that is.
+    """Copy every tensor of ``image`` into the model's own memory, on whatever device and in whatever float type that is.
 
     Raises ``ChildFailed("node.weights")`` when the file's length or the model's tensors do not fit the layout.
     """
     weights = weights_of(model)
-    if layout_of(model) != layout:
+    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != {t.name: t.shape for t in layout.tensors}:
         raise ChildFailed("the model built from the config does not have the run's layout", code="node.weights")
     with _mapped(image, layout) as tensor_at, torch.no_grad():
         for index, spec in enumerate(layout.tensors):
@@ -87,22 +87,22 @@ def write_image(weights: Mapping[str, Tensor], *, layout: Layout, image: Path, d
 
 
 def image_sums(image: Path, *, layout: Layout) -> tuple[Sums, ...]:
-    """Return the reload sums of every tensor of an image file, computed with numpy alone."""
-    sums = []
-    with _mapped(image, layout) as tensor_at:
-        for index in range(len(layout.tensors)):
-            words = tensor_at(index).reshape(-1).view(torch.int16).numpy().view(np.uint16)
-            sums.append(_sums(words))
-    return tuple(sums)
+    """Return the reload sums of every tensor of an image file, computed with numpy on the file's bytes."""
+    words = np.memmap(image, dtype=np.uint16, mode="r", shape=(layout.image_bytes // 2,))
+    return tuple(
+        _sums(words[offset // 2 : (offset + spec.tensor_bytes) // 2])
+        for spec, offset in zip(layout.tensors, layout.offsets, strict=True)
+    )
 
 
 def model_sums(model: nn.Module, *, layout: Layout) -> tuple[Sums, ...]:
-    """Return the reload sums of every tensor of a model, computed where the tensors live.
+    """Return the reload sums of every tensor of a model in the layout's types, computed where the tensors live.
 
-    They survive fusing, transposing, zero padding and sharding: sums of parts add up (mod 2^64).
+    They survive fusing, transposing, zero padding and sharding: sums of parts add up (mod 2^64). A model that computes
+    in float32 is measured as the bf16 that it was filled from.
     """
     weights = weights_of(model)
-    return tuple(_tensor_sums(weights[spec.name].detach()) for spec in layout.tensors)
+    return tuple(_tensor_sums(weights[spec.name].detach().to(TORCH_DTYPES[spec.dtype])) for spec in layout.tensors)
 
 
 def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:

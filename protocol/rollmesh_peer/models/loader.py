@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,19 +27,22 @@ from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.layout import Layout
 
 Attention = Literal["sdpa", "eager"]
-DTYPE: Final = torch.bfloat16
-"""What is generated and trained with; a run's masters are float32 in the trainer alone."""
+Arithmetic = Literal["bfloat16", "float32"]
+"""What is computed with. Runs use bf16 weights; float32 is for CPUs without bf16 and for measuring its rounding."""
 
 
-def build_model(config: Json, *, attention: Attention = "sdpa", device: str = "cpu") -> PreTrainedModel:
+def build_model(
+    config: Json, *, arithmetic: Arithmetic = "bfloat16", attention: Attention = "sdpa", device: str = "cpu"
+) -> PreTrainedModel:
     """Return the model of a config in eval mode, without gradients, its weights not filled in yet.
 
     On 'meta' it takes no memory (for layouts). Raises ``Refused("card.model")``: see :mod:`.architecture`.
     """
+    dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
     read = read_config(config)
     with torch.device("meta" if device == "meta" else "cpu"), _without_random_weights():
         model = AutoModelForCausalLM.from_config(
-            read, dtype=DTYPE, attn_implementation=attention, trust_remote_code=False
+            read, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     model.tie_weights()
     if device not in {"meta", "cpu"}:
@@ -56,14 +59,20 @@ def layout_of_config(config: Json) -> Layout:
 
 
 def load_model(
-    config: Json, *, layout: Layout, image: Path, attention: Attention = "sdpa", device: str = "cpu"
+    config: Json,
+    *,
+    layout: Layout,
+    image: Path,
+    arithmetic: Arithmetic = "bfloat16",
+    attention: Attention = "sdpa",
+    device: str = "cpu",
 ) -> PreTrainedModel:
     """Return the model of a config with the weights of an image, checked by the reload sums.
 
     Raises ``Refused("card.model")`` for the config, ``ChildFailed("node.weights")`` when image, layout and model do
     not agree.
     """
-    model = build_model(config, attention=attention, device=device)
+    model = build_model(config, arithmetic=arithmetic, attention=attention, device=device)
     copy_image_into(model, layout=layout, image=image)
     check_reload(model, layout=layout, image=image)
     return model

@@ -6,6 +6,7 @@ bitmap is empty (zero bytes, which no known payload has) and the others' are kep
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -49,8 +50,9 @@ class Board:
         self.own_serial = 0
         """Grows whenever we hold more (or know the manifest at last)."""
         self.last_change = -float("inf")
-        self.is_fetching = False
-        self.talking: dict[str, int] = {}
+        self.is_fetching = 0
+        """Tasks of ours that work on this payload."""
+        self.talking: Counter[str] = Counter()
         """Have streams, either way, by peer."""
         self.retry_at: dict[str, float] = {}
         """When a peer that broke off or refused may be asked again."""
@@ -69,7 +71,7 @@ class Board:
 
     def learn(self, held: Bits) -> None:
         """The manifest is known, and this is what we hold."""
-        if self._own is None:
+        if self._own is None or not np.array_equal(self._own, held):
             self._own = held.copy()
             self._others = {peer: raw for peer, raw in self._others.items() if raw == UNKNOWN or self._fits(raw)}
             self._note_own()
@@ -104,6 +106,10 @@ class Board:
     def others(self) -> dict[str, bytes]:
         """The bitmap of each peer that knows the payload; empty while we do not."""
         return {} if self._own is None else {peer: raw for peer, raw in self._others.items() if raw != UNKNOWN}
+
+    def knowers(self) -> list[str]:
+        """Peers that know the manifest, whether we do or not."""
+        return [peer for peer, raw in self._others.items() if raw != UNKNOWN]
 
     def bits(self, bitmap: bytes) -> Bits:
         """One of :meth:`others`, unpacked."""

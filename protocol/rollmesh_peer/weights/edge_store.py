@@ -91,7 +91,7 @@ class EdgeStore:
                 self._make_room(edge, on_disk=payload is not None)
                 if payload is not None:
                     edge.payload.adopt(payload)
-                fault_point("store.manifest")
+                    fault_point("publish.payload_durable")
                 durable.write_file(self._file(name, MANIFEST), envelope)
                 self._edges[name] = edge
             elif payload is not None and not known.payload.is_complete:

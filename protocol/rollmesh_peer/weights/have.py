@@ -9,13 +9,14 @@ means that the other side is gone. Chunks travel elsewhere (:mod:`~rollmesh_peer
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import trio
 
-from rollmesh_peer.mesh.requests import receive_answer, send_answer
+from rollmesh_peer.mesh.requests import StreamRoute, closed_answer, opened_answer
 from rollmesh_peer.mesh.seam import Mesh, MeshStream
 from rollmesh_peer.weights.board import Board, held_bits
 from rollmesh_peer.weights.edge_store import EdgeStore
@@ -23,6 +24,7 @@ from rollmesh_peer.weights.passes import PassBook
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.identity import short
+from rollmesh_protocol.manifest import Manifest
 from rollmesh_protocol.messages import HaveRequest, HaveUpdate
 from rollmesh_protocol.streams import HAVE
 
@@ -33,6 +35,25 @@ _IDLE_S = 300.0
 """A stream on which nobody has learned anything for this long is closed, unless we are fetching."""
 _RETRY_S = 5.0
 """How long a peer that broke off or refused is not asked again."""
+_LIFE_S = 3600.0
+"""A stream is opened anew after this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One end of a have stream. The side that answers marks its frames as answers: the first may be a refusal."""
+
+    stream: MeshStream
+    answers: bool
+
+    async def tell(self, bitmap: bytes) -> None:
+        message = HaveUpdate(bitmap=bitmap).encode()
+        await self.stream.send(closed_answer(message) if self.answers else message)
+
+    async def hear(self) -> bytes:
+        frame = await self.stream.receive(_FRAME_BYTES)
+        message = frame if self.answers else opened_answer(frame, answer_bytes=_FRAME_BYTES)
+        return HaveUpdate.decode(message, limit=_FRAME_BYTES).bitmap
 
 
 class HaveExchange:
@@ -62,17 +83,24 @@ class HaveExchange:
             finally:
                 self._nursery = None
 
-    async def board(self, name: bytes) -> Board:
-        """The board of a payload, filled from the store when the store knows the manifest."""
-        board = self._boards.setdefault(name, Board(name))
-        await self.refresh(board)
-        return board
+    @asynccontextmanager
+    async def fetching(self, name: bytes) -> AsyncIterator[Board]:
+        """The board of a payload that we are after; its streams stay open for the block, and its files are pinned."""
+        board = self._board(name)
+        board.is_fetching += 1
+        try:
+            with self._store.pin(name):
+                await self.refresh(board)
+                yield board
+        finally:
+            board.is_fetching -= 1
+            board.changed.fire()
+            self._drop(board)
 
     async def refresh(self, board: Board) -> None:
-        """Look the manifest up, if it was not known before."""
-        manifest = self._store.manifest(board.name)
-        if manifest is not None and not board.is_known:
-            held = await trio.to_thread.run_sync(self._store.held, board.name)
+        """Look up what the store holds."""
+        manifest, held = await trio.to_thread.run_sync(self._held, board.name)
+        if manifest is not None:
             board.learn(held_bits(held, chunk_count=manifest.chunk_count))
 
     def join(self, board: Board, peer: str) -> None:
@@ -84,30 +112,49 @@ class HaveExchange:
         self._enter(board, peer)
         self._nursery.start_soon(self._open, board, peer, sealed)
 
-    def drop(self, board: Board) -> None:
-        """Forget a board that nobody uses."""
+    def _board(self, name: bytes) -> Board:
+        board = self._boards.get(name)
+        if board is None:
+            board = self._boards[name] = Board(name)
+        return board
+
+    def _drop(self, board: Board) -> None:
         if not board.talking and not board.is_fetching:
             self._boards.pop(board.name, None)
 
+    def _held(self, name: bytes) -> tuple[Manifest | None, frozenset[int]]:
+        return self._store.manifest(name), self._store.held(name)
+
     # --- streams -----------------------------------------------------------------------------------------------------
-    async def serve(self, stream: MeshStream, message: bytes) -> None:
-        """Answer one have stream that ``stream.peer`` opened with the request ``message``.
+    def route(self) -> StreamRoute:
+        """What the router serves."""
+        return StreamRoute(protocol=HAVE, handle=self.serve, deadline_s=_LIFE_S)
+
+    async def serve(self, stream: MeshStream) -> None:
+        """Answer one have stream that ``stream.peer`` opened.
 
         Raises:
             Refused: the request is malformed, the peer not admitted, or there are too many streams.
         """
+        message: bytes | None = None
+        with trio.move_on_after(limits.REQUEST_S):
+            message = await stream.receive(_FRAME_BYTES)
+        if message is None:
+            raise Refused("request.timeout")
         peer = stream.peer
         request = HaveRequest.decode(message, limit=_FRAME_BYTES)
         self._passes.present(peer, request.admission)
         if self._inbound[peer] >= limits.MAX_HAVE_STREAMS_PER_PEER or self._inbound.total() >= limits.MAX_HAVE_STREAMS:
             raise Refused("request.busy", "too many have streams")
         self._inbound[peer] += 1
-        board = self._boards.setdefault(request.manifest, Board(request.manifest))
+        board = self._board(request.manifest)
         self._enter(board, peer)
         try:
-            await self.refresh(board)
+            if not board.is_known:
+                await self.refresh(board)
             board.hear(peer, request.bitmap)
-            await self._converse(board, peer, stream)
+            await self._converse(board, _Side(stream, answers=True), told=None)
+            await stream.reset()
         finally:
             self._inbound[peer] -= 1
             self._inbound += Counter()
@@ -118,11 +165,12 @@ class HaveExchange:
         try:
             with trio.fail_after(limits.REQUEST_S):
                 stream = await self._mesh.open_stream(peer, HAVE)
+                told = board.own_serial
                 request = HaveRequest(admission=sealed, manifest=board.name, bitmap=board.own_bitmap())
                 await stream.send(request.encode())
-                first = HaveUpdate.decode(await receive_answer(stream, limit=_FRAME_BYTES), limit=_FRAME_BYTES)
-            board.hear(peer, first.bitmap)
-            await self._converse(board, peer, stream)
+                side = _Side(stream, answers=False)
+                board.hear(peer, await side.hear())
+            await self._converse(board, side, told=told)
         except (LinkLost, Refused, trio.TooSlowError) as error:
             log.debug("no have stream with %s: %s", short(peer), error)
         finally:
@@ -131,34 +179,60 @@ class HaveExchange:
             board.retry_at[peer] = trio.current_time() + _RETRY_S
             self._exit(board, peer)
 
-    async def _converse(self, board: Board, peer: str, stream: MeshStream) -> None:
-        """Tell and listen until neither side needs the other any more, or one of them goes."""
+    async def _converse(self, board: Board, side: _Side, *, told: int | None) -> None:
+        """Tell and listen until neither side needs the other any more, or one of them goes.
+
+        ``told`` is the serial of what the other side knows of us already.
+        """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._listen, board, stream, nursery.cancel_scope)
-            await self._tell(board, peer, stream)
+            nursery.start_soon(self._listen, board, side, nursery.cancel_scope)
+            await self._tell(board, side, told)
             nursery.cancel_scope.cancel()
 
-    async def _tell(self, board: Board, peer: str, stream: MeshStream) -> None:
-        told = -1
-        while not self._is_over(board, peer):
-            if board.own_serial != told or True:
+    async def _tell(self, board: Board, side: _Side, told: int | None) -> None:
+        peer = side.stream.peer
+        try:
+            while told is None or not await self._is_over(board, peer):
+                with trio.move_on_after(limits.HAVE_ALIVE_S):
+                    while board.own_serial == told and not self._is_served(board, peer):
+                        await board.changed.wait()
                 told = board.own_serial
-                try:
-                    await send_answer(stream, HaveUpdate(bitmap=board.own_bitmap()).encode())
-                except LinkLost:
-                    return
-            await trio.sleep(board.update_every_s)
-            with trio.move_on_after(limits.HAVE_ALIVE_S):
-                while board.own_serial == told and not self._is_over(board, peer):
-                    await board.changed.wait()
+                await side.tell(board.own_bitmap())
+                await trio.sleep(board.update_every_s)
+        except LinkLost as error:
+            log.debug("the have stream with %s ended: %s", short(peer), error)
 
-    async def _listen(self, board: Board, stream: MeshStream, talk: trio.CancelScope) -> None:
+    async def _listen(self, board: Board, side: _Side, talk: trio.CancelScope) -> None:
+        peer = side.stream.peer
         try:
             while True:
                 with trio.fail_after(limits.HAVE_SILENCE_S):
-                    message = await receive_answer(stream, limit=_FRAME_BYTES)
-                board.hear(stream.peer, HaveUpdate.decode(message, limit=_FRAME_BYTES).bitmap)
+                    bitmap = await side.hear()
+                board.hear(peer, bitmap)
                 await trio.sleep(limits.HAVE_EVERY_S / 2)
         except (LinkLost, Refused, trio.TooSlowError) as error:
-            log.debug("the have stream with %s ended: %s", short(stream.peer), error)
+            log.debug("the have stream with %s ended: %s", short(peer), error)
             talk.cancel()
+
+    def _is_served(self, board: Board, peer: str) -> bool:
+        """True when neither side will ask the other for anything."""
+        return board.has_everything(peer) and (board.is_complete or not board.is_fetching)
+
+    async def _is_over(self, board: Board, peer: str) -> bool:
+        if self._is_served(board, peer):
+            return True
+        if board.is_fetching:
+            return False
+        if trio.current_time() - board.last_change > _IDLE_S:
+            return True
+        return board.is_known and await trio.to_thread.run_sync(self._store.manifest, board.name) is None
+
+    def _enter(self, board: Board, peer: str) -> None:
+        board.talking[peer] += 1
+
+    def _exit(self, board: Board, peer: str) -> None:
+        board.talking[peer] -= 1
+        if board.talking[peer] <= 0:
+            del board.talking[peer]
+            board.leave(peer)
+        self._drop(board)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from random import Random
-from typing import Protocol
 
 import trio
 
 from rollmesh_peer.mesh.address import parse_peer_address
+from rollmesh_peer.mesh.peer_cache import PeerCache
 from rollmesh_peer.mesh.requests import ask
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.conduct import ConductBook
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused, UsageError
 from rollmesh_protocol.identity import short
-from rollmesh_protocol.messages import PeersAnswer, PeersRequest
+from rollmesh_protocol.messages import Head, PeersAnswer, PeersRequest
 from rollmesh_protocol.streams import PEERS
 
 log = logging.getLogger("rollmesh.swarm")
@@ -38,26 +38,14 @@ _IDLE_FETCHES = 8
 """A neighbour that gave nothing and took nothing in so many fetches makes room for another."""
 
 
-class KnownPeers(Protocol):
-    """Addresses that outlive the process."""
-
-    def addresses(self) -> Sequence[str]:
-        """Full multiaddrs of peers that were connected before, the best first."""
-
-    def remember(self, address: str) -> None:
-        """A peer answered here."""
-
-    def forget(self, address: str) -> None:
-        """Nobody answers here."""
-
-
 class Neighbourhood:
     """Keeps about ``wanted`` neighbours. ``await run()`` beside the rest of the node.
 
     Args:
         learner: its peer id; never a neighbour.
         conduct: peers to keep away from.
-        cache: addresses of earlier runs of this process, if there is such a cache.
+        cache: peers of earlier runs of this process, dialled before the learner introduces any.
+        on_head: called with the head that comes with the learner's introductions.
         learner_only: dial nobody, and have no neighbours.
     """
 
@@ -68,7 +56,8 @@ class Neighbourhood:
         learner: str,
         conduct: ConductBook,
         random: Random,
-        cache: KnownPeers | None = None,
+        cache: PeerCache | None = None,
+        on_head: Callable[[Head], None] | None = None,
         learner_only: bool = False,
         wanted: int = limits.NEIGHBOURS_WANTED,
     ) -> None:
@@ -77,6 +66,7 @@ class Neighbourhood:
         self._conduct = conduct
         self._random = random
         self._cache = cache
+        self._on_head = on_head
         self._learner_only = learner_only
         self._wanted = min(wanted, limits.MAX_NEIGHBOURS)
         self._candidates: dict[str, tuple[str, ...]] = {}
@@ -108,8 +98,9 @@ class Neighbourhood:
         """Tend the neighbourhood for ever."""
         if self._learner_only:
             await trio.sleep_forever()
-        for address in self._cache.addresses() if self._cache else ():
-            self._learn_of(address)
+        for peer in self._cache.peers() if self._cache else ():
+            for address in self._cache.addresses_of(peer) if self._cache else ():
+                self._learn_of(address)
         while True:
             await self._tend()
             await trio.sleep(_TEND_S)
@@ -139,11 +130,13 @@ class Neighbourhood:
                 self._mesh, self._learner, PEERS, request,
                 answer_bytes=limits.PEERS_BYTES, deadline_s=limits.REQUEST_S,
             )  # fmt: skip
-            introduced = PeersAnswer.decode(answer, limit=limits.PEERS_BYTES).peers
+            introduced = PeersAnswer.decode(answer, limit=limits.PEERS_BYTES)
         except (LinkLost, Refused) as error:
             log.debug("the learner named no peers: %s", error)
             return
-        for neighbour in introduced:
+        if self._on_head:
+            self._on_head(introduced.head)
+        for neighbour in introduced.peers:
             for address in neighbour.addresses:
                 self._learn_of(address, peer=neighbour.peer)
 
@@ -183,15 +176,12 @@ class Neighbourhood:
             self._retry_at.pop(peer, None)
             log.info("connected to neighbour %s", short(peer))
             if self._cache:
-                self._cache.remember(address)
+                await trio.to_thread.run_sync(self._cache.remember, address)
             return
         self._failures[peer] += 1
         back_off_s = min(_TEND_S * 2.0 ** self._failures[peer], limits.PENALTY_MOST_S)
         self._retry_at[peer] = trio.current_time() + back_off_s
         if back_off_s >= limits.PENALTY_MOST_S:
-            for address in self._candidates.get(peer, ()):
-                if self._cache:
-                    self._cache.forget(address)
             self._forget(peer)
 
     async def _drop_idle(self) -> None:

@@ -307,7 +307,7 @@ class Picker:
             source.strikes = max(0, source.strikes - 1)
 
     def _strike(self, peer: str, source: _Source, ask: Ask, *, now: float) -> None:
-        """One strike, unless the last one was for the same silence: a single hiccup makes several chunks late at once."""
+        """One strike, unless the last one was for the same silence: one hiccup makes several chunks late at once."""
         source.window = 1
         if ask.asked < source.struck_at and now < source.struck_at + self._late_s * source.patience:
             return

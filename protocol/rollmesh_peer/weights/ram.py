@@ -90,13 +90,15 @@ def _open_in_memory(
     owner = os.getuid() if hasattr(os, "getuid") else "user"
     try:
         home = private_folder(ram_folder / f"rollmesh-{owner}")
+    except HostError as error:  # somebody else made it: memory is a convenience, not worth a dispute
+        return error.detail
+    try:
         with _locked(home / _LOCK, wait=True):
             _reclaim(home)
-            folder = private_folder(home / blake3(os.fsencode(data_folder.resolve())).hexdigest(16))
             left = memory_left(ram_folder)
             if left < needed_bytes:
-                folder.rmdir()
                 return f"{_gib(needed_bytes)} are needed in {ram_folder} and {_gib(left)} are free"
+            folder = private_folder(home / blake3(os.fsencode(data_folder.resolve())).hexdigest(16))
             stack.enter_context(_owned(folder))
     except OSError as error:
         return f"{ram_folder} cannot be used: {error.strerror}"

@@ -16,7 +16,8 @@ from typing import Final
 
 from blake3 import blake3
 
-from rollmesh_peer.children.child import Body, run_child
+from rollmesh_peer.children.child import run_child
+from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.worker_calls import (
@@ -35,7 +36,6 @@ from rollmesh_peer.weights.worker_calls import (
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.layout import Layout
-from rollmesh_protocol.lease import DIGEST_BYTES
 from rollmesh_protocol.manifest import split_digests
 from rollmesh_protocol.patch import apply_patch, encode_patch
 
@@ -171,7 +171,7 @@ class WeightsWorker:
             return tuple(range(len(self.layout.tensors)))
 
     def _verify(self, image: memoryview, touched: set[int] | None, *, before: bytes, after: bytes) -> None:
-        """Refuse an image whose tensors do not have the digests ``after``; only ``touched`` ones are read, None: all."""
+        """Refuse an image unless its tensors have the digests ``after``; only ``touched`` ones are read, None: all."""
         known, expected = split_digests(before), split_digests(after)
         for index, tensor in enumerate(self.layout.tensors):
             is_read = touched is None or index in touched

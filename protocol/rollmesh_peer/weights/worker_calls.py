@@ -41,7 +41,7 @@ class ApplyCall(Record):
 
 
 class ApplyAnswer(Record):
-    """``undone``: the image is what it was, verified. ``broken``: it must be made anew. ``code`` and ``detail``: why."""
+    """``undone``: the image is what it was, verified; ``broken``: it must be made anew. ``code``, ``detail``: why."""
 
     outcome: Literal["applied", "undone", "broken"]
     code: str

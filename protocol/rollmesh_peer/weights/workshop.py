@@ -69,7 +69,7 @@ class Workshop:
         return ApplyAnswer.read(await self._call("apply", call, passes=2 * len(steps) + 2))
 
     async def restore(self, image: Path, *, snapshot: Path, tensors: bytes, steps: Sequence[Step]) -> RestoreAnswer:
-        """Make ``image`` from ``snapshot``, whose tensors have the digests ``tensors``, and as many steps as are good."""
+        """Make ``image`` from ``snapshot``, whose tensors have the digests ``tensors``, and all steps that are good."""
         call = RestoreCall(image=str(image), snapshot=str(snapshot), tensors=tensors, steps=list(steps))
         return RestoreAnswer.read(await self._call("restore", call, passes=4 * len(steps) + 4))
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from rollmesh_learner.config import Audit, Environment, LearnerConfig, Rollouts, Run, load_config
+from rollmesh_learner.audit.verdict import Thresholds
+from rollmesh_learner.config import Audit, Environment, LearnerConfig, Rollouts, Run, Scoring, Trust, load_config
 from rollmesh_learner.config import Model as BaseModel
+from rollmesh_learner.standing import StandingRules
+from rollmesh_learner.training.checks import LogprobLimits
+from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_node.config import NodeConfig
 from rollmesh_node.config import load_config as load_node_config
+from rollmesh_peer.children.confinement import AnswerLimits
+from rollmesh_protocol import limits
 from rollmesh_protocol.errors import UsageError
 
 LEAST = "[run]\nname = 'r'\n[model]\nsource = 'hub:o/m'\n[[environments]]\nname = 'addition'\n"
@@ -52,7 +60,6 @@ def test_the_variables_of_one_side_do_not_reach_the_other(path):
         (["leases.min_duration_s=700"], "{path}: leases: min_duration_s must not exceed max_duration_s"),
         (["admission.mode=allowlist"], "{path}: admission: mode allowlist and a list in allow go together"),
         (["admission.allow=me"], "--set admission.allow: admission.allow.0: 'me' is not the peer id"),
-        (["training.microbatch_tokens=1000"], "{path}: training.microbatch_tokens = 1000 cannot hold one rollout"),
         (["weights.keep_versions=3"], "{path}: weights.keep_versions = 3 must be at least rollouts.staleness + 2 = 4"),
         (["run.name=Ärger"], "--set run.name: run.name must match "),
         (["network.listen="], "--set network.listen: network.listen must have at least 1 entries"),
@@ -71,9 +78,44 @@ def test_a_rollout_can_be_fresh_until_the_next_publication(staleness, publish_ev
     assert Rollouts(staleness=staleness, publish_every=publish_every).publish_every == publish_every
 
 
-def test_the_default_verdicts_are_those_of_the_design():
+def defaults_of(kind):
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"), [(Audit(), Thresholds), (Audit(), StandingRules), (Trust(), LogprobLimits)]
+)
+def test_sections_become_the_components_own_terms(section, kind):
+    made = section.to(kind)
+    for name, default in defaults_of(kind).items():
+        assert default in (dataclasses.MISSING, getattr(made, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    rate_new: float
+    secret: bytes
+
+
+def test_what_is_no_setting_is_added():
+    assert Audit().to(Terms, secret=b"x") == Terms(rate_new=1.0, secret=b"x")
+    with pytest.raises(TypeError, match="secret"):
+        Audit().to(Terms)
+
+
+def test_the_rates_of_audits_are_those_of_the_design():
     audit = Audit()
-    assert (audit.margin_hard, audit.margin_high, audit.margin_soft, audit.high_per_rollout) == (3.0, 1.0, 0.5, 3)
-    assert (audit.window_tokens, audit.high_share, audit.soft_share) == (200, 0.01, 0.01)
     assert (audit.rate_new, audit.new_rollouts) == (1.0, 10)
     assert (audit.rate_probation, audit.probation_rollouts, audit.rate_steady) == (0.5, 50, 0.03)
+
+
+def test_training_is_what_the_trainer_takes(path):
+    training = load_config(path, overrides=["training.lr=1e-5", "training.threads=2"], environ={}).training
+    settings = TrainingSettings.model_validate(training.model_dump(include=set(TrainingSettings.model_fields)))
+    assert (settings.lr, settings.clip_low) == (1e-5, 0.2)
+    assert settings == TrainingSettings(lr=1e-5)
+
+
+def test_the_scorers_limits_are_those_of_the_sandbox():
+    scoring, own = Scoring(), AnswerLimits()
+    assert (scoring.cpu_s, scoring.wall_s, scoring.memory_mb * limits.MIB) == (own.cpu_s, own.wall_s, own.memory_bytes)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from rollmesh_peer.logging_setup import event, set_up_logging, shorten_peers
+from rollmesh_peer.logging_setup import NOISY, OURS, event, set_up_logging, shorten_peers
 from rollmesh_protocol.identity import peer_of, short
 
 PEER = peer_of(bytes(32))
@@ -17,7 +17,7 @@ PEER = peer_of(bytes(32))
 
 @pytest.fixture
 def logged():
-    root, loggers = logging.getLogger(), ("rollmesh_node", "rollmesh_learner", "libp2p")
+    root, loggers = logging.getLogger(), (*OURS, *NOISY)
     handlers, level = root.handlers[:], root.level
     levels = {name: logging.getLogger(name).level for name in loggers}
 
@@ -36,7 +36,7 @@ def logged():
 
 def test_text_has_the_part_the_sentence_and_the_fields(logged):
     stream = logged()
-    event(logging.getLogger("rollmesh_node.worker"), "leases taken", groups=2, peer=PEER, rate=1 / 3, why="a b", no="")
+    event(logging.getLogger("rollmesh.node.worker"), "leases taken", groups=2, peer=PEER, rate=1 / 3, why="a b", no="")
     line = stream.getvalue()
     assert re.match(r"\d\d:\d\d:\d\d INFO    node\.worker: leases taken groups=2 peer=\.\.", line)
     assert line.endswith(f' peer=..{short(PEER)} rate=0.3333 why="a b" no=""\n')

@@ -18,6 +18,7 @@ from rollmesh_node.decisions import (
     CancelBatch,
     Capacity,
     EngineDown,
+    EngineUp,
     Event,
     Generate,
     GiveBack,
@@ -25,7 +26,6 @@ from rollmesh_node.decisions import (
     LeaseDone,
     Load,
     Loaded,
-    LoadFailed,
     NotAnswered,
     State,
     StopAsked,
@@ -52,7 +52,7 @@ def run(state: State, *events: Event, now: float = 0.0) -> tuple[State, list[Act
 
 def ready(version: int = 1) -> State:
     """A worker whose engine has loaded the newest weights and whose first request is on its way."""
-    state, actions = run(State(capacity=CAPACITY), Verified(root=root_of(version), version=version))
+    state, actions = run(State(capacity=CAPACITY), EngineUp(), Verified(root=root_of(version), version=version))
     state, actions = run(state, Loaded(root=root_of(version)))
     assert state.asking
     return state
@@ -75,6 +75,8 @@ def test_from_start_to_the_first_batch() -> None:
     assert asked(actions) == [0]  # a sign of life before there is an engine
     state, actions = run(state, Verified(root=root_of(1), version=1))
     assert actions == []  # the engine is still starting
+    state, actions = run(state, EngineUp())
+    assert actions == [Load()]
     state, actions = run(state, Loaded(root=root_of(1)), NotAnswered(why="", retry_s=0))
     assert asked(actions) == [4]
     state, actions = run(state, Answered(leases=(make_lease(), make_lease())))
@@ -208,6 +210,8 @@ def test_a_dead_engine_gives_everything_back_and_takes_nothing() -> None:
     assert waiting_for(state, 0.0) == "it was killed"
     state, actions = run(state, NotAnswered(why="", retry_s=0), Ticked(), now=10.0)
     assert asked(actions) == [0]
+    state, actions = run(state, Loaded(root=root_of(1)), EngineUp(), now=11.0)
+    assert actions == [Load()]  # the word of the dead engine counts for nothing
     state, actions = run(state, Loaded(root=root_of(1)), Answered(), now=11.0)
     assert asked(actions) == [4]
 
@@ -221,12 +225,15 @@ def test_a_batch_that_fails_goes_back_and_slows_the_asking() -> None:
     assert state.ask_after > 1.0
 
 
-def test_a_failed_load_is_tried_again_and_nothing_is_generated() -> None:
+def test_weights_that_change_while_they_are_loaded_are_loaded_again() -> None:
     state, actions = run(ready(), Verified(root=root_of(2), version=2))
     assert Load() in actions
-    state, actions = run(state, LoadFailed(why="no memory"), Answered(leases=(make_lease(version=2),)))
-    assert generated(actions) == []
-    assert state.activity == "loading"
+    state, actions = run(state, Verified(root=root_of(3), version=3), Answered(leases=(make_lease(version=3),)))
+    assert actions == [Ask(groups=3)]
+    state, actions = run(state, Loaded(root=root_of(2)))
+    assert actions == [Load()]
+    state, actions = run(state, Loaded(root=root_of(3)))
+    assert generated(actions) == [1]
 
 
 def test_pause_returns_the_queue_and_lets_the_batch_end() -> None:
@@ -294,6 +301,19 @@ def test_receiving_the_same_lease_twice_takes_it_once() -> None:
     assert state.leases_open == 1
 
 
+def test_a_learner_cannot_heap_up_leases_that_nobody_asked_for() -> None:
+    state, now = ready(), 0.0
+    back = 0
+    for _ in range(20):
+        flood = tuple(make_lease(version=2, duration_s=3600) for _ in range(16))
+        state, actions = run(state, Answered(leases=flood), now=now)
+        back += returned(actions).get("lease.limits", 0)
+        assert state.leases_open == CAPACITY.groups
+        now += limits.HEARTBEAT_S
+        state, _ = run(state, Ticked(), now=now)
+    assert back == 20 * 16 - CAPACITY.groups
+
+
 # --- any order of events ---------------------------------------------------------------------------------------------
 class Ledger:
     """Plays a worker's surroundings and holds the invariants while hypothesis chooses what happens."""
@@ -315,7 +335,7 @@ class Ledger:
         for action in actions:
             self._obey(action)
         assert {t.lease.lease_id for t in (*self.state.queue, *self.state.batch)} == self.open
-        assert self.state.leases_open <= CAPACITY.groups + limits.MAX_GROUPS_PER_REQUEST
+        assert self.state.leases_open <= CAPACITY.groups
         assert self.requests in (0, 1)
 
     def _obey(self, action: Action) -> None:
@@ -343,13 +363,13 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
     ledger = Ledger()
     for _ in range(data.draw(st.integers(5, 40))):
         ledger.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 5.0, 200.0]))
-        choices = ["tick", "verified", "hold", "down", "accepted"]
+        choices = ["tick", "verified", "hold", "down", "accepted", "loaded"]
+        if ledger.state.activity == "down":
+            choices += ["up", "up"]
         if ledger.requests:
             choices += ["answer", "answer", "failed"]
-        if ledger.state.activity in ("down", "loading") and ledger.version:
-            choices += ["loaded", "loaded"]
         if ledger.state.activity == "loading":
-            choices += ["load_failed"]
+            choices += ["loaded", "loaded"]
         if ledger.running:
             choices += ["done", "done", "ended"]
         match data.draw(st.sampled_from(choices)):
@@ -375,9 +395,9 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
                 ledger.requests -= 1
                 ledger.feed(NotAnswered(why="lost", retry_s=data.draw(st.sampled_from([0.0, 3.0]))))
             case "loaded":
-                ledger.feed(Loaded(root=root_of(data.draw(st.integers(max(1, ledger.version - 1), ledger.version)))))
-            case "load_failed":
-                ledger.feed(LoadFailed(why="odd"))
+                ledger.feed(Loaded(root=root_of(data.draw(st.integers(max(0, ledger.version - 1), ledger.version)))))
+            case "up":
+                ledger.feed(EngineUp())
             case "done":
                 ledger.feed(LeaseDone(lease_id=data.draw(st.sampled_from(sorted(ledger.running)))))
             case "ended":

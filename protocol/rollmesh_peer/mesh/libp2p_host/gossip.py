@@ -124,9 +124,10 @@ class Gossip(Pubsub):
     """The gate, and the subscribers behind it."""
 
     def __init__(self, host: IHost, *, report: Report) -> None:
+        self.overlay: Final = _Overlay()
         super().__init__(
             host,
-            _Overlay(),
+            self.overlay,
             strict_signing=True,
             msg_id_constructor=message_id,
             max_subscriptions_per_peer=limits.MAX_TOPICS_PER_PEER,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 import trio
@@ -17,10 +18,12 @@ from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.basic_host import BasicHost
 from libp2p.host.exceptions import StreamFailure
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 
 from rollmesh_peer.mesh.libp2p_host import negotiation
+from rollmesh_peer.mesh.libp2p_host.streams import give_up
 from rollmesh_peer.mesh.libp2p_host.swarm import GuardedSwarm
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
@@ -65,26 +68,27 @@ class GuardedHost(BasicHost):
         """The same with the errors of the seam: LinkLost, and Refused ``version.unsupported``."""
         failure = LinkLost(f"there is no connection to {peer_id}")
         for connection in self._swarm.newest(peer_id):
-            with trio.move_on_after(limits.NEGOTIATE_S):
-                try:
-                    stream = await connection.new_stream()
-                except BaseLibp2pError as error:
-                    failure.__cause__ = error
-                    continue
-                try:
-                    await negotiation.propose(stream, protocol)
-                except BaseException as error:
-                    with trio.CancelScope(shield=True):
-                        await stream.reset()
-                    if not isinstance(error, BaseLibp2pError):
-                        raise
-                    failure = LinkLost(f"the connection to {peer_id} broke")
-                    failure.__cause__ = error
-                    continue
-                stream.set_protocol(TProtocol(protocol))
-                return stream
-            failure = LinkLost(f"{peer_id} did not agree on a protocol within {limits.NEGOTIATE_S:.0f} s")
+            try:
+                return await self._open_on(connection, protocol)
+            except LinkLost as error:
+                failure = error
         raise failure
+
+    async def _open_on(self, connection: SwarmConn, protocol: str) -> INetStream:
+        peer_id = connection.muxed_conn.peer_id
+        try:
+            with trio.move_on_after(limits.NEGOTIATE_S) as deadline:
+                stream = await connection.new_stream()
+                async with AsyncExitStack() as undo:
+                    undo.push_async_callback(give_up, stream)
+                    await negotiation.propose(stream, protocol)
+                    undo.pop_all()
+                stream.set_protocol(TProtocol(protocol))
+        except BaseLibp2pError as error:
+            raise LinkLost(f"the connection to {peer_id} broke") from error
+        if deadline.cancelled_caught:
+            raise LinkLost(f"{peer_id} did not agree on a protocol within {limits.NEGOTIATE_S:.0f} s")
+        return stream
 
     def _schedule_identify(self, peer_id: ID, *, reason: str) -> None:
         """Never: the library would run it as a task outside of every scope."""
@@ -93,7 +97,7 @@ class GuardedHost(BasicHost):
         """Agree on a protocol with whoever opened ``stream``, and hand it over."""
         protocol = None
         with trio.move_on_after(limits.NEGOTIATE_S):
-            protocol = await negotiation.choose(stream, self.multiselect.handlers)
+            protocol = await negotiation.choose(stream, {str(name) for name in self.multiselect.handlers})
         if protocol is None:
             log.debug("%s proposed nothing that is spoken here", short(str(stream.muxed_conn.peer_id)))
             return

@@ -1,8 +1,8 @@
 """Runs the library's services so that no error of one of their tasks ends the host.
 
-The library's own manager ends the whole service on any error of any task, walks over all tasks to start one, and refuses
-the 1,001st child: a learner with more peers than that would stop. Ours starts tasks in one nursery, logs what a task
-raises, and starts daemon tasks again.
+The library's own manager ends the whole service on any error of any task, walks over all tasks to start one, and
+refuses the 1,001st child: a learner with more peers than that would stop. Ours starts tasks in one nursery, logs what a
+task raises, and starts daemon tasks again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class ServiceTasks:
         self.run_task(async_fn, *args, daemon=True, name=name)
 
     async def _guarded(
-        self, async_fn: Callable[..., Awaitable[object]], args: tuple[object, ...], daemon: bool  # noqa: FBT001
+        self,
+        async_fn: Callable[..., Awaitable[object]],
+        args: tuple[object, ...],
+        daemon: bool,  # noqa: FBT001
     ) -> None:
         while True:
             try:
@@ -107,7 +110,7 @@ async def running(service: Service) -> AsyncIterator[None]:
     """Run ``service`` in the background of the block."""
     async with trio.open_nursery() as nursery:
         tasks = ServiceTasks(nursery, name=type(service).__name__)
-        service._manager = tasks  # type: ignore[assignment]  # noqa: SLF001 - as the library's own context does
+        service._manager = tasks  # type: ignore[assignment]
         tasks.run_task(service.run)
         try:
             yield

@@ -18,6 +18,12 @@ _DRAIN_BYTES: Final = limits.BULK_WINDOW_BYTES
 """What may still be on its way when we have said no: one window."""
 
 
+async def give_up(stream: INetStream) -> None:
+    """Reset ``stream`` and take it off the library's books, even when the task is being cancelled."""
+    with trio.CancelScope(shield=True):
+        await stream.reset()
+
+
 class ReceivingBudget:
     """Bytes of frames that are not complete yet, by peer and in all: what slow or many senders may make us hold."""
 
@@ -77,14 +83,14 @@ class Libp2pStream:
         """See the seam."""
         if isinstance(self._stream, NetStream):
             try:
-                await self._stream.close_write()
+                with trio.CancelScope(shield=True):
+                    await self._stream.close_write()
             except BaseLibp2pError:
                 await self.reset()
 
     async def reset(self) -> None:
         """See the seam."""
-        with trio.CancelScope(shield=True):
-            await self._stream.reset()
+        await give_up(self._stream)
 
     async def finish(self) -> None:
         """Close our side, let the other side end its own within bounds, and then give the stream up.

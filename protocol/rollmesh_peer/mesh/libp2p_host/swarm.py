@@ -24,6 +24,7 @@ from libp2p.peer.peerstore import PeerStore
 from multiaddr import Multiaddr
 
 from rollmesh_peer.mesh.address import PeerAddress, block_of
+from rollmesh_peer.mesh.libp2p_host.streams import give_up
 from rollmesh_peer.mesh.libp2p_host.transport import GuardedConnection, Upgrader, dial_tcp
 from rollmesh_peer.mesh.libp2p_host.yamux import YamuxConnection
 from rollmesh_peer.mesh.rates import OffenceBook, TokenBucket
@@ -167,8 +168,7 @@ class GuardedSwarm(Swarm):
                 log.debug("a stream of %s failed: %r", short(peer), error)
                 self.report(peer, repr(error))
             finally:
-                with trio.CancelScope(shield=True):
-                    await stream.reset()
+                await give_up(stream)
 
         self.set_stream_handler(guarded)
 

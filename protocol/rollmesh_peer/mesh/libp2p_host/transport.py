@@ -28,8 +28,8 @@ from libp2p.transport.exceptions import MuxerUpgradeFailure, SecurityUpgradeFail
 from libp2p.transport.upgrader import TransportUpgrader
 
 from rollmesh_peer.mesh.address import Endpoint, endpoint_of
-from rollmesh_peer.mesh.libp2p_host.yamux import PROTOCOL as YAMUX
 from rollmesh_peer.mesh.libp2p_host.yamux import Report, YamuxConnection
+from rollmesh_peer.mesh.libp2p_host.yamux_frames import PROTOCOL as YAMUX
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused, UsageError
 from rollmesh_protocol.identity import public_key_of
@@ -81,7 +81,10 @@ class Upgrader(TransportUpgrader):
         self._raw: weakref.WeakKeyDictionary[ISecureConn, GuardedConnection] = weakref.WeakKeyDictionary()
 
     async def upgrade_security(
-        self, raw_conn: IRawConnection, is_initiator: bool, peer_id: ID | None = None  # noqa: FBT001 - the library's
+        self,
+        raw_conn: IRawConnection,
+        is_initiator: bool,  # noqa: FBT001 - the library's signature
+        peer_id: ID | None = None,
     ) -> ISecureConn:
         """Noise. Fails for a peer that is not Ed25519, or not welcome."""
         secured = await super().upgrade_security(raw_conn, is_initiator, peer_id)

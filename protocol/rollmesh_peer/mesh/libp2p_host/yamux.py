@@ -14,43 +14,44 @@ It is not a transport and does no negotiation.
 from __future__ import annotations
 
 import logging
-import struct
 from collections import deque
-from types import TracebackType
 from typing import Final, Protocol
 
 import trio
-from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
+from libp2p.abc import ISecureConn
 from libp2p.connection_types import ConnectionType
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import (
     MuxedConnUnavailable,
-    MuxedStreamClosed,
-    MuxedStreamEOF,
     MuxedStreamError,
     MuxedStreamReset,
 )
 from multiaddr import Multiaddr
 
 from rollmesh_peer.mesh.address import Endpoint
+from rollmesh_peer.mesh.libp2p_host.yamux_frames import (
+    ACK,
+    DATA,
+    FIN,
+    GO_AWAY,
+    HEADER,
+    PING,
+    RST,
+    SYN,
+    VERSION,
+    WINDOW,
+    frame,
+)
+from rollmesh_peer.mesh.libp2p_host.yamux_stream import StreamOwner, YamuxStream
 from rollmesh_protocol import limits
 from rollmesh_protocol.identity import short
 
 log = logging.getLogger("rollmesh.mesh.yamux")
 
-PROTOCOL: Final = "/yamux/1.0.0"
-
-_HEADER: Final = struct.Struct("!BBHII")
-"""Version, kind, flags, stream, length (of data; otherwise a window delta, a ping's echo or a goodbye's code)."""
-_DATA, _WINDOW, _PING, _GO_AWAY = 0, 1, 2, 3
-_SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
-
 _MAX_INBOUND: Final = 2 * limits.MAX_STREAMS_PER_PEER
 """Streams opened by the other side; above the router's own bound, so that its refusals can be sent."""
 _MAX_CONTROL: Final = 4 * 1024
 """Control frames waiting to be written; only a peer that floods us without reading gets there."""
-_MAX_ROOM: Final = 1 << 30
-"""A peer may grant us no more than this, in bytes."""
 
 
 class Report(Protocol):
@@ -63,159 +64,7 @@ class _BreachError(Exception):
     """The other side broke the yamux protocol: the connection ends."""
 
 
-class YamuxStream(IMuxedStream):
-    """One stream. One task may read while another writes."""
-
-    def __init__(self, connection: YamuxConnection, number: int) -> None:
-        self.muxed_conn: IMuxedConn = connection
-        self.number: Final = number
-        self._connection = connection
-        self._buffer = bytearray()
-        self._changed = trio.lowlevel.ParkingLot()
-        self._room = limits.STREAM_WINDOW_BYTES
-        self._window = limits.STREAM_WINDOW_BYTES
-        self._granted = limits.STREAM_WINDOW_BYTES
-        self._consumed = 0
-        self._local_closed = False
-        self._remote_closed = False
-        self._broken = False
-        self._forgotten = False
-
-    # --- the library's interface -------------------------------------------------------------------------------------
-    async def read(self, n: int | None = None) -> bytes:
-        """Between 1 and ``n`` bytes; what arrived before a reset is still handed out."""
-        await trio.lowlevel.checkpoint()
-        while not self._buffer:
-            if self._broken:
-                raise MuxedStreamReset("the stream was reset")
-            if self._remote_closed:
-                raise MuxedStreamEOF("the other side closed the stream")
-            await self._changed.park()
-        piece = bytes(self._buffer[:n]) if n is not None and n >= 0 else bytes(self._buffer)
-        del self._buffer[: len(piece)]
-        if not self._forgotten:
-            self._connection.give_back(len(piece))
-            self._grant_more(len(piece))
-        return piece
-
-    async def write(self, data: bytes) -> None:
-        """Send all of ``data``. When cancelled, a prefix was sent: only this stream is spoilt."""
-        rest = memoryview(data)
-        while rest:
-            room = await self._wait_for_room()
-            piece = rest[: min(room, limits.WRITE_PIECE_BYTES)]
-            self._room -= len(piece)
-            await self._connection.send(_frame(_DATA, 0, self.number, len(piece)) + piece)
-            rest = rest[len(piece) :]
-        self._check_writable()
-
-    async def close(self) -> None:
-        """Half close: the other side reads to the end, and we may go on reading. Never blocks."""
-        if not self._local_closed and not self._broken:
-            self._local_closed = True
-            self._connection.post(_frame(_WINDOW, _FIN, self.number, 0))
-            self._changed.unpark_all()
-            if self._remote_closed:
-                self._connection.forget(self)
-
-    async def reset(self) -> None:
-        """Give up both directions and drop what was not read. Never blocks."""
-        if not self._broken and not (self._local_closed and self._remote_closed):
-            self._connection.post(_frame(_WINDOW, _RST, self.number, 0))
-        self.end()
-        self._connection.forget(self)
-        self._buffer.clear()
-
-    def set_deadline(self, ttl: int) -> None:
-        """Not offered: deadlines are cancel scopes."""
-        raise NotImplementedError
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """Host and port of the other side."""
-        return self._connection.get_remote_address()
-
-    async def __aenter__(self) -> YamuxStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    # --- called by the connection's reading loop ---------------------------------------------------------------------
-    @property
-    def unread(self) -> int:
-        """Bytes that arrived and were not read."""
-        return len(self._buffer)
-
-    @property
-    def window_left(self) -> int:
-        """Bytes that the other side may still send before we grant more."""
-        return self._granted
-
-    @property
-    def is_bulk(self) -> bool:
-        """True when the stream has the larger window."""
-        return self._window > limits.STREAM_WINDOW_BYTES
-
-    def arrived(self, piece: bytes) -> None:
-        """Take in a piece of a data frame."""
-        self._granted -= len(piece)
-        self._buffer += piece
-        self._changed.unpark_all()
-
-    def add_room(self, delta: int) -> None:
-        """The other side reads on: so many more bytes may be sent."""
-        self._room = min(self._room + delta, _MAX_ROOM)
-        self._changed.unpark_all()
-
-    def remote_closed(self) -> bool:
-        """The other side writes no more. True when nobody does any longer."""
-        self._remote_closed = True
-        self._changed.unpark_all()
-        return self._local_closed
-
-    def end(self) -> None:
-        """Nothing more is read from or written to this stream; whoever waits is woken."""
-        self._broken = True
-        self._changed.unpark_all()
-
-    def mark_forgotten(self) -> bool:
-        """True the first time: the connection stops counting this stream."""
-        first, self._forgotten = not self._forgotten, True
-        return first
-
-    # --- inside ------------------------------------------------------------------------------------------------------
-    def _check_writable(self) -> None:
-        if self._broken:
-            raise MuxedStreamReset("the stream was reset")
-        if self._local_closed:
-            raise MuxedStreamClosed("the stream is closed for writing")
-
-    async def _wait_for_room(self) -> int:
-        self._check_writable()
-        with trio.move_on_after(limits.WRITE_STALL_S):
-            while self._room <= 0:
-                await self._changed.park()
-                self._check_writable()
-            return self._room
-        await self.reset()
-        raise MuxedStreamReset(f"the reader granted no room for {limits.WRITE_STALL_S:.0f} s")
-
-    def _grant_more(self, consumed: int) -> None:
-        """Tell the other side that it may send on, in steps of half a window."""
-        self._consumed += consumed
-        if self._consumed < self._window // 2 or self._remote_closed or self._broken:
-            return
-        grant, self._consumed = self._consumed, 0
-        if not self.is_bulk and self._connection.take_bulk_slot():
-            grant += limits.BULK_WINDOW_BYTES - self._window
-            self._window = limits.BULK_WINDOW_BYTES
-        self._granted += grant
-        self._connection.post(_frame(_WINDOW, 0, self.number, grant))
-
-
-class YamuxConnection(IMuxedConn):
+class YamuxConnection(StreamOwner):
     """All streams between us and one peer over one connection."""
 
     def __init__(
@@ -283,7 +132,7 @@ class YamuxConnection(IMuxedConn):
             log.info("closing the connection to %s: %s", short(self._peer), what)
             if self._report is not None:
                 self._report(self._peer, what)
-        except* Exception as error:
+        except* Exception as error:  # noqa: BLE001 - a broken connection is no news, whatever it says
             log.debug("the connection to %s ended: %r", short(self._peer), error.exceptions[0])
         finally:
             with trio.CancelScope(shield=True):
@@ -292,7 +141,7 @@ class YamuxConnection(IMuxedConn):
     async def close(self) -> None:
         """Say goodbye if that can be done quickly, and end every stream."""
         if not self._ended:
-            with trio.move_on_after(limits.CLOSE_S, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + limits.CLOSE_S, shield=True):
                 await self._say_goodbye()
         with trio.CancelScope(shield=True):
             await self._finish()
@@ -305,7 +154,7 @@ class YamuxConnection(IMuxedConn):
         self._next_number += 2
         self._streams[stream.number] = stream
         try:
-            await self.send(_frame(_WINDOW, _SYN, stream.number, 0))
+            await self.send(frame(WINDOW, SYN, stream.number, 0))
         except BaseException:
             await stream.reset()
             raise
@@ -338,11 +187,11 @@ class YamuxConnection(IMuxedConn):
             raise MuxedStreamReset("the connection is closed")
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    def post(self, frame: bytes) -> None:
+    def post(self, frames: bytes) -> None:
         """Queue a control frame; it is written by the connection's own task."""
         if self._ended:
             return
-        self._control.append(frame)
+        self._control.append(frames)
         self._control_posted.unpark_all()
         if len(self._control) > _MAX_CONTROL:
             log.info("closing the connection to %s: it asks and does not read the answers", short(self._peer))
@@ -371,20 +220,20 @@ class YamuxConnection(IMuxedConn):
     # --- reading -----------------------------------------------------------------------------------------------------
     async def _read_frames(self) -> None:
         while True:
-            version, kind, flags, number, length = _HEADER.unpack(await self._read(_HEADER.size))
-            if version != 0:
+            version, kind, flags, number, length = HEADER.unpack(await self._read(HEADER.size))
+            if version != VERSION:
                 raise _BreachError(f"yamux version {version}")
-            if kind == _DATA:
+            if kind == DATA:
                 await self._on_data(flags, number, length)
-            elif kind == _WINDOW:
+            elif kind == WINDOW:
                 stream = self._stream(flags, number)
                 if stream is not None and length:
                     stream.add_room(length)
                 self._on_flags(stream, flags)
-            elif kind == _PING:
-                if flags & _SYN:
-                    self.post(_frame(_PING, _ACK, 0, length))
-            elif kind == _GO_AWAY:
+            elif kind == PING:
+                if flags & SYN:
+                    self.post(frame(PING, ACK, 0, length))
+            elif kind == GO_AWAY:
                 self._scope.cancel()
             else:
                 raise _BreachError(f"a frame of unknown kind {kind}")
@@ -409,19 +258,19 @@ class YamuxConnection(IMuxedConn):
     def _stream(self, flags: int, number: int) -> YamuxStream | None:
         """The stream that a frame belongs to, new if the frame opens one; None for one that is over or refused."""
         stream = self._streams.get(number)
-        if not flags & _SYN:
+        if not flags & SYN:
             return stream
         if stream is not None or not self._is_remote(number):
             raise _BreachError(f"a stream opened under the wrong number {number}")
         if self._inbound >= _MAX_INBOUND:
             if self._report is not None:
                 self._report(self._peer, f"more than {_MAX_INBOUND} streams at a time")
-            self.post(_frame(_WINDOW, _RST, number, 0))
+            self.post(frame(WINDOW, RST, number, 0))
             return None
         stream = YamuxStream(self, number)
         self._streams[number] = stream
         self._inbound += 1
-        self.post(_frame(_WINDOW, _ACK, number, 0))
+        self.post(frame(WINDOW, ACK, number, 0))
         try:
             self._accept_send.send_nowait(stream)
         except trio.WouldBlock:
@@ -431,9 +280,9 @@ class YamuxConnection(IMuxedConn):
     def _on_flags(self, stream: YamuxStream | None, flags: int) -> None:
         if stream is None:
             return
-        if flags & _FIN and stream.remote_closed():
+        if flags & FIN and stream.remote_closed():
             self.forget(stream)
-        if flags & _RST:
+        if flags & RST:
             stream.end()
             self.forget(stream)
 
@@ -471,7 +320,7 @@ class YamuxConnection(IMuxedConn):
                 log.info("closing the connection to %s: silent for %.1f s", short(self._peer), silent_s)
                 self._abort()
             elif silent_s >= limits.PROBE_S:
-                self.post(_frame(_PING, _SYN, 0, 0))
+                self.post(frame(PING, SYN, 0, 0))
 
     def _abort(self) -> None:
         self._mark_ended()
@@ -487,7 +336,7 @@ class YamuxConnection(IMuxedConn):
 
     async def _say_goodbye(self) -> None:
         async with self._write_lock:
-            await self._secured.write(b"".join(self._control) + _frame(_GO_AWAY, 0, 0, 0))
+            await self._secured.write(b"".join(self._control) + frame(GO_AWAY, 0, 0, 0))
 
     async def _finish(self) -> None:
         self._abort()
@@ -496,7 +345,3 @@ class YamuxConnection(IMuxedConn):
         except Exception as error:  # noqa: BLE001 - whatever a dying socket says
             log.debug("closing the connection to %s: %r", short(self._peer), error)
         self.event_closed.set()
-
-
-def _frame(kind: int, flags: int, number: int, length: int) -> bytes:
-    return _HEADER.pack(0, kind, flags, number, length)

@@ -1,0 +1,39 @@
+"""The base model of a run: imported by a child process of one task, because the conversion takes gigabytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from rollmesh_learner.config import Model
+from rollmesh_peer.children.process import ChildSpec, kept_environment, open_child, python_argv
+from rollmesh_peer.folders import models_folder
+from rollmesh_peer.models.folder import ModelFolder
+from rollmesh_protocol.errors import ChildFailed
+
+_IMPORT_S: Final = 4 * 3600.0
+"""A large model over a home connection."""
+_HUB_VARIABLES: Final = ("HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "SSL_CERT_FILE")
+
+
+async def import_base(model: Model) -> ModelFolder:
+    """The folder of the run's base model, made on first use.
+
+    Raises:
+        UsageError, Refused, HostError: the source does not exist, is not loaded, or cannot be fetched.
+    """
+    hub = {name: os.environ[name] for name in _HUB_VARIABLES if name in os.environ}
+    spec = ChildSpec(
+        name="base importer",
+        argv=python_argv("rollmesh_peer.models.base"),
+        environment=kept_environment(os.environ, hub),
+        start_deadline_s=120.0,
+    )
+    cache = model.cache or models_folder()
+    async with open_child(spec) as child:
+        answer = await child.call("import", {"source": model.source, "cache": str(cache)}, deadline_s=_IMPORT_S)
+    folder = answer.get("folder")
+    if not isinstance(folder, str):
+        raise ChildFailed("the base importer answered without a folder")
+    return ModelFolder.open(Path(folder))

@@ -1,0 +1,424 @@
+"""Wires one learner process: opens what is durable, starts the children, answers the mesh, and runs the steps.
+
+The parts, in the order in which a rollout and then a version meet them:
+
+    PromptSource -> LeaseDesk -> (a node) -> Intake -> Scorer -> Auditor -> Book -> Stepper -> TrainerClient
+    Stepper -> Publisher -> Announcer and Seeder -> (nodes)
+
+Invariant between them: the ledger has it before anybody outside hears of it. Nobody imports this module but the
+command line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import trio
+
+from rollmesh_learner import restore
+from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.verdict import Thresholds
+from rollmesh_learner.base import import_base
+from rollmesh_learner.beginning import begin, make_card, name_run
+from rollmesh_learner.book import Book, Rules
+from rollmesh_learner.config import LearnerConfig
+from rollmesh_learner.crew import Crew, answer_limits, open_crew
+from rollmesh_learner.discipline import Discipline
+from rollmesh_learner.intake import Intake, IntakeTerms
+from rollmesh_learner.leasing import LeaseDesk, LeaseTerms
+from rollmesh_learner.ledger import Ledger, open_ledger
+from rollmesh_learner.nodes import Nodes
+from rollmesh_learner.prompting import PromptSource
+from rollmesh_learner.publisher import Publisher
+from rollmesh_learner.run_keys import load_run_keys
+from rollmesh_learner.scoring import Scorer
+from rollmesh_learner.standing import Record, StandingRules
+from rollmesh_learner.status import RunReporter
+from rollmesh_learner.steps import Stepper, StepPlan
+from rollmesh_learner.summary import RunSummary, summarise, write_summary
+from rollmesh_learner.versions import Versions
+from rollmesh_learner.welcome import AdmissionTerms, WelcomeDesk
+from rollmesh_peer.control import serve_control
+from rollmesh_peer.folders import control_socket, private_folder, run_folder
+from rollmesh_peer.keys import hold_key
+from rollmesh_peer.mesh.announcements import Announcer, SequenceFile
+from rollmesh_peer.mesh.host import HostOptions, open_mesh
+from rollmesh_peer.mesh.requests import Handle, Route, Router, StreamRoute
+from rollmesh_peer.mesh.seam import Mesh
+from rollmesh_peer.weights.have import HaveExchange
+from rollmesh_peer.weights.passes import PassBook
+from rollmesh_peer.weights.ram import open_place
+from rollmesh_peer.weights.seeding import Seeder
+from rollmesh_peer.weights.workshop import open_workshop
+from rollmesh_protocol import limits, streams
+from rollmesh_protocol.identity import Identity
+from rollmesh_protocol.messages import RunCard
+
+_log = logging.getLogger("rollmesh.learner")
+
+FAREWELL_S: Final = 3.0
+"""After the last step nodes are told, and have this long to hear it and to hand in what they hold."""
+PROMPTS_AHEAD_STEPS: Final = 3
+"""Steps' worth of prompts made in advance."""
+LEARNER_PLACES: Final = 256
+"""Requests worked on at one time; a place is held for milliseconds."""
+STREAM_LIFE_S: Final = 3600.0
+"""Streams of chunks and bitmaps live as long as a peer fetches; after this a new one is opened."""
+SPARE_IMAGES: Final = 3
+"""Images in memory beside the ring: the one being exported, the one being encoded, and one of slack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What an operator wants to know once nodes can join."""
+
+    run: str
+    addresses: tuple[str, ...]
+    folder: Path
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run, or this process's share of it, ended."""
+
+    is_complete: bool
+    folder: Path
+    summary: RunSummary
+
+
+async def run_learner(
+    config: LearnerConfig, *, software: str, on_ready: Callable[[Ready], None], stop: trio.Event
+) -> Outcome:
+    """Run the learner until the last step is durable, or until ``stop`` is set and the step under way is.
+
+    Raises:
+        HostError, UsageError, ChildFailed: with one sentence, when the run cannot be started.
+    """
+    folder = private_folder(config.run.folder) if config.run.folder else run_folder(config.run.name)
+    with hold_key(folder / "learner.key") as identity:
+        async with open_ledger(folder / "ledger.sqlite") as ledger:
+            run = await name_run(ledger, config, folder=folder)
+            model = await import_base(config.model)
+            async with open_crew(config, model=model, folder=folder) as hands:
+                async with _open_publisher(config, run=run, identity=identity, folder=folder, hands=hands) as opened:
+                    publisher, exports = opened
+                    base_root = await begin(ledger, publisher, hands, exports=exports)
+                    card = make_card(
+                        config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands
+                    )
+                    learner = _Learner(
+                        config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
+                        exports=exports, card=card, records=await restore.load_records(ledger), software=software,
+                    )  # fmt: skip
+                    return await learner.run(on_ready=on_ready, stop=stop)
+
+
+@asynccontextmanager
+async def _open_publisher(
+    config: LearnerConfig, *, run: str, identity: Identity, folder: Path, hands: Crew
+) -> AsyncIterator[tuple[Publisher, Path]]:
+    """The publisher with its worker process, and the folder in memory where its images lie."""
+    ring = config.rollouts.staleness + 2
+    needed = (ring + SPARE_IMAGES) * hands.layout.image_bytes
+    ram_folder = Path(config.weights.ram_folder) if config.weights.ram_folder else None
+    with open_place(folder, ram_folder=ram_folder, needed_bytes=needed) as place:
+        async with open_workshop(hands.layout) as workshop:
+            publisher = Publisher(
+                private_folder(folder / "published"),
+                ram=place.folder,
+                run=run,
+                identity=identity,
+                layout=hands.layout,
+                workshop=workshop,
+                ring_versions=ring,
+                anchor_every=config.weights.anchor_every,
+                keep_versions=config.weights.keep_versions,
+                patch_chunk_bytes=config.weights.patch_chunk_kib * limits.KIB,
+                anchor_chunk_bytes=config.weights.anchor_chunk_kib * limits.KIB,
+            )
+            yield publisher, place.folder
+
+
+class _Learner:
+    """All parts of a learner that has begun."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        folder: Path,
+        identity: Identity,
+        ledger: Ledger,
+        hands: Crew,
+        publisher: Publisher,
+        exports: Path,
+        card: RunCard,
+        records: dict[str, Record],
+        software: str,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._identity = identity
+        self._ledger = ledger
+        self._hands = hands
+        self._publisher = publisher
+        self._card = card
+        self._software = software
+        self._is_over = False
+        keys = load_run_keys(folder)
+        rollouts = config.rollouts
+        self._versions = Versions()
+        self._book = Book(
+            Rules(
+                steps=config.run.steps,
+                staleness=rollouts.staleness,
+                groups_per_step=rollouts.groups_per_step,
+                samples_per_group=rollouts.samples_per_group,
+            )
+        )
+        self._nodes = Nodes(records, max_nodes=config.network.max_nodes, rules=_standing_rules(config))
+        self._passes = PassBook(
+            run=card.run,
+            learner=identity.peer,
+            newest_version=lambda: self._versions.head.version,
+            admits=self._nodes.is_admitted,
+        )
+        self._discipline = Discipline(
+            book=self._book, nodes=self._nodes, ledger=ledger, on_quarantine=self._passes.revoke
+        )
+        self._prompts = PromptSource(
+            book=self._book, prompter=hands.prompter, ahead=PROMPTS_AHEAD_STEPS * rollouts.groups_per_step
+        )
+        self._scorer = Scorer(
+            book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config)
+        )
+        self._auditor = Auditor(
+            thresholds=_thresholds(config),
+            book=self._book,
+            nodes=self._nodes,
+            ledger=ledger,
+            discipline=self._discipline,
+            child=hands.auditor,
+            image_of=publisher.image_of,
+        )
+        self._desk = LeaseDesk(
+            LeaseTerms(
+                run=card.run,
+                seed_key=keys.seed_key,
+                max_new_tokens=rollouts.max_new_tokens,
+                least_duration_s=config.leases.min_duration_s,
+                most_duration_s=config.leases.max_duration_s,
+            ),
+            identity=identity,
+            book=self._book,
+            nodes=self._nodes,
+            versions=self._versions,
+            ledger=ledger,
+            is_over=lambda: self._is_over,
+        )
+        self._intake = Intake(
+            IntakeTerms(
+                run=card.run,
+                seed_key=keys.seed_key,
+                audit_key=keys.audit_key,
+                vocabulary=card.vocabulary,
+                stop_tokens=frozenset(card.stop_tokens),
+                max_new_tokens=rollouts.max_new_tokens,
+            ),
+            book=self._book,
+            nodes=self._nodes,
+            versions=self._versions,
+            ledger=ledger,
+            discipline=self._discipline,
+            on_accepted=self._scorer.wake,
+        )
+        self._stepper = Stepper(
+            StepPlan(
+                steps=config.run.steps,
+                publish_every=rollouts.publish_every,
+                checkpoint_every=config.training.checkpoint_every,
+            ),
+            book=self._book,
+            ledger=ledger,
+            trainer=hands.trainer,
+            publisher=publisher,
+            versions=self._versions,
+            auditor=self._auditor,
+            exports=exports,
+            metrics_file=folder / "metrics.jsonl",
+            rewind=self._rewind,
+        )
+
+    async def run(self, *, on_ready: Callable[[Ready], None], stop: trio.Event) -> Outcome:
+        """Open the mesh and work until the run is complete or ``stop`` is set."""
+        network = self._config.network
+        options = HostOptions(
+            key_seed=self._identity.seed,
+            listen=network.listen,
+            announce=network.announce,
+            max_connections=limits.MAX_LEARNER_CONNECTIONS,
+            per_block=max(self._config.admission.per_block, limits.MAX_CONNECTIONS_PER_BLOCK),
+        )
+        async with open_mesh(options) as mesh:
+            reporter = self._make_reporter(mesh)
+            exchange = HaveExchange(mesh, store=self._publisher.store, passes=self._passes, admission=lambda: None)
+            self._register(mesh, reporter, exchange)
+            announcer = Announcer(
+                mesh,
+                run=self._card.run,
+                identity=self._identity,
+                sequence=SequenceFile(self._folder / "notice.sequence"),
+            )
+            await self._rewind(self._hands.trainer.opened_at_step)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_control, control_socket("learner", self._folder), reporter.answer)
+                for loop in (self._prompts.run, self._desk.watch, exchange.run):
+                    nursery.start_soon(loop)
+                nursery.start_soon(self._scorer.run, self._on_scored)
+                nursery.start_soon(self._auditor.run, self._stepper.wake)
+                nursery.start_soon(self._announce, announcer)
+                nursery.start_soon(self._stop_when, stop)
+                on_ready(
+                    Ready(run=self._card.run, addresses=mesh.addresses, folder=self._folder, step=self._book.next_step)
+                )
+                is_complete = await self._stepper.run()
+                summary = await self._write_summary()
+                if is_complete:
+                    self._is_over = True
+                    await announcer.notify("ended", text="the run is complete; thank you for taking part")
+                    await trio.sleep(FAREWELL_S)
+                nursery.cancel_scope.cancel()
+        return Outcome(is_complete=is_complete, folder=self._folder, summary=summary)
+
+    def _register(self, mesh: Mesh, reporter: RunReporter, exchange: HaveExchange) -> None:
+        config = self._config
+        welcome = WelcomeDesk(
+            AdmissionTerms(
+                mode=config.admission.mode, allow=config.admission.allow, per_block=config.admission.per_block
+            ),
+            card=self._card,
+            identity=self._identity,
+            mesh=mesh,
+            nodes=self._nodes,
+            versions=self._versions,
+            ledger=self._ledger,
+            edges_towards_head=self._publisher.edges_towards_head,
+            random=Random(),
+        )
+        seeder = Seeder(store=self._publisher.store, passes=self._passes)
+        small, large = limits.SMALL_BYTES, limits.TRANSFER_S
+        Router(places=LEARNER_PLACES).register(
+            mesh,
+            _route(streams.HELLO, welcome.hello, limits.HELLO_BYTES, limits.CARD_BYTES, large),
+            _route(streams.LEASE, self._desk.lease, limits.LEASE_REQUEST_BYTES, limits.LEASES_BYTES),
+            _route(streams.RETURN, self._desk.take_back, small, limits.RECEIPT_BYTES),
+            _route(streams.SUBMIT, self._intake.submit, limits.RESULT_BYTES, limits.RECEIPT_BYTES, large),
+            _route(streams.PEERS, welcome.peers, small, limits.PEERS_BYTES),
+            _route(streams.EDGES, welcome.edges, small, limits.EDGES_BYTES),
+            _route(streams.MANIFEST, seeder.serve_manifest, small, limits.MANIFEST_BYTES, large),
+            _route(streams.STATUS, reporter.status, small, limits.STATUS_BYTES),
+            StreamRoute(protocol=streams.CHUNK, handle=seeder.serve_chunks, deadline_s=STREAM_LIFE_S),
+            StreamRoute(protocol=streams.HAVE, handle=exchange.serve, deadline_s=STREAM_LIFE_S),
+        )
+
+    def _make_reporter(self, mesh: Mesh) -> RunReporter:
+        return RunReporter(
+            card=self._card,
+            software=self._software,
+            steps=self._config.run.steps,
+            is_public=self._config.status.public,
+            mesh=mesh,
+            book=self._book,
+            nodes=self._nodes,
+            versions=self._versions,
+            stepper=self._stepper,
+            auditor=self._auditor,
+            troubles=lambda: (
+                self._ledger.trouble, self._stepper.trouble, self._prompts.waiting_for, self._scorer.waiting_for,
+                self._auditor.waiting_for,
+            ),
+            children=self._hands.states,
+        )  # fmt: skip
+
+    async def _rewind(self, step: int) -> None:
+        """Bring book, versions and head to the checkpoint of ``step``, which the trainer has opened."""
+        found = await restore.rewind(self._ledger, self._book, step=step, now=trio.current_time())
+        self._versions.reset(version.head for version in found.published if not version.is_orphaned)
+        self._scorer.wake()
+        self._auditor.wake()
+        newest = found.published[-1]
+        if newest.is_orphaned or newest.head.step != step:
+            await self._stepper.publish_now(step)
+
+    def _on_scored(self) -> None:
+        self._auditor.wake()
+        self._stepper.wake()
+
+    async def _announce(self, announcer: Announcer) -> None:
+        """Gossip every new head; nodes that miss it learn of it from the next answer."""
+        known = 0
+        while True:
+            head = await self._versions.wait_published(known + 1)
+            known = head.version
+            header = self._publisher.header
+            if header is not None:
+                await announcer.announce(header)
+
+    async def _stop_when(self, stop: trio.Event) -> None:
+        await stop.wait()
+        self._stepper.stop()
+
+    async def _write_summary(self) -> RunSummary:
+        summary = await summarise(
+            self._ledger,
+            run=self._card.run,
+            full_bytes=self._card.layout.image_bytes,
+            bubble_fraction=self._stepper.clock.bubble_fraction,
+            checkpoint=self._stepper.checkpoint,
+        )
+        await trio.to_thread.run_sync(write_summary, summary, self._folder / "summary.json")
+        return summary
+
+
+def _route(
+    protocol: str, handle: Handle, request_bytes: int, answer_bytes: int, deadline_s: float = limits.REQUEST_S
+) -> Route:
+    return Route(
+        protocol=protocol,
+        request_bytes=request_bytes,
+        answer_bytes=answer_bytes,
+        handle=handle,
+        deadline_s=deadline_s,
+    )
+
+
+def _standing_rules(config: LearnerConfig) -> StandingRules:
+    audit = config.audit
+    scale = 1.0 if audit.enabled else 0.0
+    return StandingRules(
+        new_rollouts=audit.new_rollouts,
+        probation_rollouts=audit.probation_rollouts,
+        rate_new=scale * audit.rate_new,
+        rate_probation=scale * audit.rate_probation,
+        rate_steady=scale * audit.rate_steady,
+    )
+
+
+def _thresholds(config: LearnerConfig) -> Thresholds:
+    audit = config.audit
+    return Thresholds(
+        any_margin=audit.any_margin,
+        high_margin=audit.high_margin,
+        high_in_one=audit.high_in_one,
+        low_margin=audit.low_margin,
+        window_tokens=audit.window_tokens,
+        high_share=audit.high_share,
+        low_share=audit.low_share,
+    )

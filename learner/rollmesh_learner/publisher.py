@@ -1,0 +1,373 @@
+"""The owner of what has been published: patches and anchors on disk, and the images of recent versions in memory.
+
+The order: a version's payload, then its manifest, are durable when :meth:`Publisher.prepare` returns; nobody hears of
+it before :meth:`Publisher.announced` is called; the ledger's part (reserving the number before, recording it as
+published between the two) is the coordinator's. A patch leads from the last version that was *announced* to the new
+image, whatever checkpoint that came from: nodes never meet a version that they cannot reach by a patch. A manifest on
+disk that was never announced is dropped at the next start.
+
+Images in ``ram`` never change once they are there; the trainer hands each new one over as a file of its own. An
+anchor's payload is an image on disk, so it is also the snapshot from which this starts again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from rollmesh_learner.published import Entry, History, Sealed, rebuild
+from rollmesh_peer.faults import fault_point
+from rollmesh_peer.weights import durable
+from rollmesh_peer.weights.edge_store import EdgeStore
+from rollmesh_peer.weights.worker_calls import Digests, step_of
+from rollmesh_peer.weights.workshop import Workshop
+from rollmesh_protocol import limits
+from rollmesh_protocol.envelope import seal
+from rollmesh_protocol.errors import ChildFailed, HostError, Refused
+from rollmesh_protocol.identity import Identity
+from rollmesh_protocol.layout import Layout
+from rollmesh_protocol.manifest import RAW_CODEC, SPARSE_CODEC, Edge, Manifest, manifest_name
+from rollmesh_protocol.messages import Head, PolicyHeader
+
+log = logging.getLogger("rollmesh.learner.publisher")
+
+ANCHORS_KEPT: Final = 2
+"""The newest anchor, and the one before it for those who are in the middle of fetching it."""
+MOST_PATCHES: Final = limits.MAX_EDGES - 1
+"""Versions between two anchors at most: a joiner is told the anchor and every patch after it in one message."""
+_PUBLISHER_QUOTA: Final = 1 << 62
+"""Bytes; what a publisher keeps is bounded by its retention, and by the disk."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that is durable on disk and that nobody has heard of."""
+
+    header: PolicyHeader
+    entry: Entry
+    image: Path
+    """In memory, ready for auditors."""
+
+
+class Publisher:
+    """``folder`` holds what is published, ``ram`` (an empty folder in memory) the images of recent versions.
+
+    ``ring_versions`` images are kept: at least S + 2. ``keep_versions`` patches, and those back to the kept anchors.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ram: Path,
+        run: str,
+        identity: Identity,
+        layout: Layout,
+        workshop: Workshop,
+        ring_versions: int,
+        anchor_every: int,
+        keep_versions: int,
+        patch_chunk_bytes: int = limits.PATCH_CHUNK_BYTES,
+        anchor_chunk_bytes: int = limits.ANCHOR_CHUNK_BYTES,
+    ) -> None:
+        self.history = History()
+        self.store: Final = EdgeStore(
+            folder / "edges", run=run, learner=identity.peer, layout=layout, quota_bytes=_PUBLISHER_QUOTA
+        )
+        """What chunk and manifest requests are answered from."""
+        self._folder = folder
+        self._ram = ram
+        self._run = run
+        self._identity = identity
+        self._layout = layout
+        self._workshop = workshop
+        self._ring_versions = ring_versions
+        self._anchor_every = min(anchor_every, MOST_PATCHES)
+        self._keep_versions = max(keep_versions, ring_versions)
+        self._patch_chunk_bytes = patch_chunk_bytes
+        self._anchor_chunk_bytes = anchor_chunk_bytes
+        self._ring: dict[bytes, Path] = {}
+        self._pending: Prepared | None = None
+        self._pins: dict[bytes, ExitStack] = {}
+        self._turn = trio.Lock()
+        durable.sweep(folder)
+        for leftover in folder.glob("outgoing.*"):
+            leftover.unlink()
+
+    # --- what is published -------------------------------------------------------------------------------------------
+    @property
+    def head(self) -> Head:
+        """The newest announced version; version 0 and a zero root before the first."""
+        return self.history.head
+
+    @property
+    def header(self) -> PolicyHeader | None:
+        """The signed-to-be header of the head, to gossip; None before the first publication."""
+        return self.history.header
+
+    def edges_towards_head(self, root: bytes | None) -> tuple[Edge, ...]:
+        """Enough edges for a cheapest path from ``root`` (None: from nothing) to the head; at most ``MAX_EDGES``."""
+        return self.history.edges_towards_head(root)
+
+    def image_of(self, root: bytes) -> Path | None:
+        """The image in memory of one of the last ``ring_versions`` published versions. Never written to again."""
+        return self._ring.get(root)
+
+    # --- starting again ----------------------------------------------------------------------------------------------
+    async def restore(self, announced: Sequence[Head]) -> None:
+        """Rebuild history and images from disk, given every version that the ledger says was announced.
+
+        With no usable trace of the newest of them on disk the history stays empty: then publish a base again, under
+        the next version. HostError when memory or disk fail, ChildFailed when the worker dies.
+        """
+        async with self._turn:
+            self.history = rebuild(announced, [self._sealed(name) for name in self._complete()])
+            newest = max((head.version for head in announced), default=0)
+            if newest and (self.head.version != newest or not await self._fill_ring()):
+                log.error("the published weights of version %d cannot be made from disk", newest)
+                self.history = History()
+                self._ring.clear()
+            await self._tidy()
+
+    async def _fill_ring(self) -> bool:
+        """Make the images of the last versions: from an anchor forwards along patches, and backwards too."""
+        entries = self.history.entries
+        wanted = max(0, len(entries) - self._ring_versions)
+        for position in reversed(self.history.anchor_positions()):
+            anchor = entries[position].anchor
+            assert anchor is not None
+            start = max(position, wanted)
+            if not await self._make(start, self.store.payload_path(anchor.name), anchor.manifest.tensors, position):
+                continue
+            for index in range(start + 1, len(entries)):
+                before = entries[index - 1]
+                if not await self._make(index, self._ring[before.head.root], before.tensors or b"", index - 1):
+                    return False
+            for index in range(start - 1, wanted - 1, -1):
+                await self._make_backwards(index)
+            return True
+        return False
+
+    async def _make(self, index: int, source: Path, tensors: bytes, position: int) -> bool:
+        """The image of entry ``index`` from the file ``source`` with the image of the entry at ``position``."""
+        entries = self.history.entries
+        patches = [entry.patch for entry in entries[position + 1 : index + 1]]
+        steps = [step_of(patch.manifest, self.store.payload_path(patch.name)) for patch in patches if patch is not None]
+        root = entries[index].head.root
+        if root in self._ring:
+            return True
+        target = self._image_path(root)
+        answer = await self._workshop.restore(target, snapshot=source, tensors=tensors, steps=steps)
+        if answer.applied != len(steps):
+            log.warning("version %d cannot be made again: %s", entries[index].head.version, answer.detail)
+            target.unlink(missing_ok=True)
+            return False
+        self._ring[root] = target
+        return True
+
+    async def _make_backwards(self, index: int) -> None:
+        """The image of entry ``index`` from the next one, back along its patch. Without it some audits are not done."""
+        here, after = self.history.entries[index], self.history.entries[index + 1]
+        source = self._ring.get(after.head.root)
+        if here.head.root in self._ring or here.tensors is None or after.patch is None or source is None:
+            return
+        step = step_of(after.patch.manifest, self.store.payload_path(after.patch.name), tensors=here.tensors)
+        target = self._image_path(here.head.root)
+        answer = await self._workshop.restore(target, snapshot=source, tensors=after.tensors or b"", steps=[step])
+        if answer.applied == 1:
+            self._ring[here.head.root] = target
+        else:
+            target.unlink(missing_ok=True)
+
+    # --- publishing --------------------------------------------------------------------------------------------------
+    async def publish_base(self, image: Path, *, version: int, step: int = 0) -> PolicyHeader:
+        """Publish a whole image as an anchor and make it the head: the base model, or a new beginning.
+
+        The file must lie still: it becomes the anchor's payload (another name, or a copy on another disk).
+
+        Raises:
+            HostError: disk or memory have no room. ChildFailed: the worker died. Nothing is published then.
+        """
+        async with self._turn:
+            found = await self._workshop.digest(image, chunk_bytes=self._anchor_chunk_bytes)
+            anchor = await self._seal_anchor(found, image, version=version, step=step)
+            target = self._image_path(found.root)
+            made = await self._workshop.restore(
+                target, snapshot=self.store.payload_path(anchor.name), tensors=found.tensors, steps=[]
+            )
+            if made.applied < 0:
+                raise HostError(f"the image {image} changed while it was published")
+            fault_point("publish.manifest_durable")
+            head = Head(version=version, step=step, root=found.root)
+            self._publish(Entry(head=head, patch=None, anchor=anchor), target)
+            await self._tidy()
+            return anchor.header()
+
+    async def prepare(self, new_image: Path, *, version: int, step: int) -> Prepared | None:
+        """Make ``version`` durable: the patch from the head to ``new_image``. None when not one bit differs.
+
+        Takes the file ``new_image`` over (moved into ``ram``, or deleted where nothing changed); after an exception
+        it is where it was. ``version`` must be above every version ever reserved. A version that was prepared before
+        and never announced is given up.
+
+        Raises:
+            HostError: the disk has no room. ChildFailed: the worker died. The head stays what it was.
+        """
+        async with self._turn:
+            self._give_up_pending()
+            await self._maintain()
+            old = self._ring[self.head.root]
+            outgoing = self._folder / "outgoing.patch"
+            found = await self._workshop.encode(
+                old=old, new=new_image, payload=outgoing, chunk_bytes=self._patch_chunk_bytes
+            )
+            if not found.payload_bytes:
+                new_image.unlink()
+                return None
+            fault_point("publish.encoded")
+            manifest = Manifest(
+                run=self._run,
+                version=version,
+                step=step,
+                kind="patch",
+                parent=self.head.root,
+                root=found.root,
+                codec=SPARSE_CODEC,
+                layout=self._layout.digest,
+                chunk_bytes=self._patch_chunk_bytes,
+                payload_bytes=found.payload_bytes,
+                chunks=found.chunks,
+                tensors=found.tensors,
+            )
+            patch = await self._add(manifest, outgoing)
+            outgoing.unlink()
+            fault_point("publish.manifest_durable")
+            image = self._image_path(found.root)
+            if found.root not in self._ring:
+                await trio.to_thread.run_sync(_move, new_image, image)
+            else:
+                new_image.unlink()
+            head = Head(version=version, step=step, root=found.root)
+            entry = Entry(head=head, patch=patch, anchor=None)
+            self._pending = Prepared(header=patch.header(), entry=entry, image=image)
+            return self._pending
+
+    def announced(self, prepared: Prepared) -> None:
+        """The ledger has it: from now on it is the head, its image is in the ring and the oldest one leaves."""
+        assert prepared is self._pending
+        self._pending = None
+        self._publish(prepared.entry, prepared.image)
+
+    async def maintain(self) -> None:
+        """Write an anchor if one is due, and delete what need not be kept. Call it after each announcement.
+
+        Otherwise :meth:`prepare` does it first, and the next version waits for it. Failures are logged and tried again.
+        """
+        async with self._turn:
+            await self._maintain()
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+    async def _maintain(self) -> None:
+        head = self.head
+        if self.history.versions_since_anchor() >= self._anchor_every and head.root in self._ring:
+            try:
+                await self._write_anchor(head)
+            except (HostError, ChildFailed) as error:
+                log.warning("no anchor of version %d is written, it is tried again: %s", head.version, error)
+        await self._tidy()
+
+    async def _write_anchor(self, head: Head) -> None:
+        outgoing = self._folder / "outgoing.anchor"
+        await self._workshop.snapshot(self._ring[head.root], outgoing)
+        found = await self._workshop.digest(outgoing, chunk_bytes=self._anchor_chunk_bytes)
+        if found.root != head.root:
+            raise HostError("the disk does not hold what was written to it")
+        anchor = await self._seal_anchor(found, outgoing, version=head.version, step=head.step)
+        outgoing.unlink()
+        self.history.add_anchor(anchor)
+        log.info("version %d has an anchor", head.version)
+
+    async def _seal_anchor(self, found: Digests, payload: Path, *, version: int, step: int) -> Sealed:
+        manifest = Manifest(
+            run=self._run,
+            version=version,
+            step=step,
+            kind="anchor",
+            parent=None,
+            root=found.root,
+            codec=RAW_CODEC,
+            layout=self._layout.digest,
+            chunk_bytes=self._anchor_chunk_bytes,
+            payload_bytes=found.payload_bytes,
+            chunks=found.chunks,
+            tensors=found.tensors,
+        )
+        return await self._add(manifest, payload)
+
+    async def _add(self, manifest: Manifest, payload: Path) -> Sealed:
+        """Sign a manifest and make it durable behind its payload."""
+        envelope = seal(manifest.encode(), run=self._run, kind="manifest", identity=self._identity).encode()
+        name = manifest_name(envelope)
+        self._pin(name)
+        try:
+            await trio.to_thread.run_sync(lambda: self.store.add_manifest(name, envelope, payload=payload))
+        except (Refused, OSError) as error:
+            raise HostError(f"version {manifest.version} cannot be written: {error}") from error
+        return Sealed(name=name, manifest=manifest, envelope_bytes=len(envelope))
+
+    def _publish(self, entry: Entry, image: Path) -> None:
+        self.history.append(entry)
+        self._ring[entry.head.root] = image
+        kept = {entry.head.root for entry in self.history.entries[-self._ring_versions :]}
+        for root in self._ring.keys() - kept:
+            self._ring.pop(root).unlink(missing_ok=True)
+
+    async def _tidy(self) -> None:
+        """Delete from disk what is no part of the history any more, or never became one."""
+        self.history.trim(keep_versions=self._keep_versions, keep_anchors=ANCHORS_KEPT)
+        names = set(self.history.names)
+        if self._pending is not None:
+            names.add(self._pending.header.manifest)
+        for name in names:
+            self._pin(name)
+        for name in self._pins.keys() - names:
+            self._pins.pop(name).close()
+        await trio.to_thread.run_sync(self.store.retain, names)
+
+    def _give_up_pending(self) -> None:
+        if self._pending is not None and self._pending.entry.head.root not in self._ring:
+            self._pending.image.unlink(missing_ok=True)
+        self._pending = None
+
+    def _pin(self, name: bytes) -> None:
+        if name not in self._pins:
+            self._pins[name] = ExitStack()
+            self._pins[name].enter_context(self.store.pin(name))
+
+    def _complete(self) -> list[bytes]:
+        return [name for name in self.store.names() if self.store.is_complete(name)]
+
+    def _sealed(self, name: bytes) -> Sealed:
+        manifest, envelope = self.store.manifest(name), self.store.envelope(name)
+        assert manifest is not None
+        assert envelope is not None
+        return Sealed(name=name, manifest=manifest, envelope_bytes=len(envelope))
+
+    def _image_path(self, root: bytes) -> Path:
+        return self._ram / f"{root.hex()}.image"
+
+
+def _move(source: Path, target: Path) -> None:
+    """A new name for the file where it is in the same memory, else a copy."""
+    with durable.disk_errors(f"{target} cannot be written"):
+        try:
+            source.replace(target)
+        except OSError:
+            durable.copy_bytes(source, target)
+            source.unlink()

@@ -1,0 +1,64 @@
+"""What fits: free memory against weights and key/value cache, asked before it is allocated.
+
+A refusal names the numbers; the alternative is a kill by the kernel that names nothing. Where the system does not tell
+its free memory, everything fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import PretrainedConfig
+
+from rollmesh_protocol import limits
+from rollmesh_protocol.errors import HostError
+
+RUNTIME_BYTES: Final = 512 * limits.MIB
+"""Of the libraries and the activations of one decode step."""
+CACHE_SHARE: Final = 0.5
+"""Of the memory free after loading that one batch's cache may take; growing copies a layer at a time."""
+_MEMINFO: Final = Path("/proc/meminfo")
+_STATM: Final = Path("/proc/self/statm")
+
+
+def require(weights_bytes: int, *, device: str) -> None:
+    """Raise ``HostError`` when weights of so many bytes and the runtime do not fit what is free on the device."""
+    free = free_bytes(device=device)
+    if free is not None and weights_bytes + RUNTIME_BYTES > free:
+        raise HostError(
+            f"the model needs {weights_bytes / 1e9:.1f} GB and {RUNTIME_BYTES / 1e9:.1f} GB to run, "
+            f"and {free / 1e9:.1f} GB are free on {device}: out of memory",
+            code="node.engine",
+        )
+
+
+def rows_that_fit(config: PretrainedConfig, columns: int, *, device: str) -> int:
+    """Return how many rows of ``columns`` cached tokens fit (bf16 keys and values of every layer)."""
+    free = free_bytes(device=device)
+    if free is None:
+        return limits.MAX_SAMPLES_PER_GROUP
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * size
+    return int(free * CACHE_SHARE / (per_token * columns))
+
+
+def free_bytes(*, device: str) -> int | None:
+    """Return the bytes free on the device, or None where nobody tells."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    if not _MEMINFO.is_file():
+        return None
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * limits.KIB
+    return None
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process, 0 where nobody tells."""
+    try:
+        return int(_STATM.read_text().split()[1]) * 4 * limits.KIB
+    except (OSError, ValueError, IndexError):
+        return 0

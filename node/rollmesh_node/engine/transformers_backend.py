@@ -1,0 +1,128 @@
+"""The transformers backend: any CPU, CUDA, or Apple machine; the fallback that is always there.
+
+Invariant: the model in memory holds exactly the bits of the image named last (the reload check says so after every
+load and swap), or there is no model and ``generate`` refuses.
+
+Not here: the decode loop (:mod:`.decoding`), processes (:mod:`.host`), who verified the image (the daemon).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from rollmesh_node.engine import memory
+from rollmesh_node.engine.backend import GroupRequest, Rollout, Stats, Weights
+from rollmesh_node.engine.decoding import Decoder
+from rollmesh_peer.models.image import check_reload, copy_image_into
+from rollmesh_peer.models.loader import load_model
+from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.layout import Layout
+
+MAX_ROWS: Final = 64
+"""Rows of one decode batch; on a CPU more rows do not raise tokens/s any further."""
+
+
+class TransformersBackend:
+    """See :class:`.backend.Backend`."""
+
+    def __init__(self, *, threads: int = 0, max_rows: int = MAX_ROWS, device: str | None = None) -> None:
+        """``threads`` 0 means what torch finds; ``device`` None means CUDA or MPS where present, else the CPU."""
+        if threads:
+            torch.set_num_threads(threads)
+        self._max_rows = max_rows
+        self._device = device or _best_device()
+        self._model: PreTrainedModel | None = None
+        self._layout: Layout | None = None
+        self._stats = Stats(
+            notes={
+                "device": self._device,
+                "threads": str(torch.get_num_threads()),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            }
+        )
+
+    def load(self, weights: Weights) -> None:
+        """Build the model; see :meth:`.backend.Backend.load`."""
+        started = time.perf_counter()
+        self._model = None
+        memory.require(weights.layout.image_bytes, device=self._device)
+        self._model = load_model(weights.config, layout=weights.layout, image=weights.image, device=self._device)
+        self._layout = weights.layout
+        self._loaded(started)
+
+    def swap(self, image: Path) -> None:
+        """Overwrite the weights in place; see :meth:`.backend.Backend.swap`."""
+        started = time.perf_counter()
+        model, layout = self._model, self._layout
+        if model is None or layout is None:
+            raise ChildFailed("the engine has no weights to swap", code="node.weights")
+        self._model = None  # until the check has passed: half-copied weights must not generate
+        copy_image_into(model, layout=layout, image=image)
+        check_reload(model, layout=layout, image=image)
+        self._model = model
+        self._loaded(started)
+
+    def generate(self, requests: Sequence[GroupRequest]) -> Iterator[Rollout]:
+        """Decode in batches of similar prompt length; see :meth:`.backend.Backend.generate`."""
+        began = time.perf_counter()
+        if self._model is None:
+            raise ChildFailed("the engine has no weights", code="node.weights")
+        for request in requests:
+            _check(request, self._model)
+        for batch in self._batches(requests):
+            yield from Decoder(self._model, batch, stats=self._stats, began=began).run()
+
+    def stats(self) -> Stats:
+        """See :meth:`.backend.Backend.stats`."""
+        self._stats.memory_bytes = memory.resident_bytes()
+        return self._stats
+
+    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
+        """Yield groups, shortest prompts first, split so that rows and their cache fit."""
+        assert self._model is not None
+        batch: list[GroupRequest] = []
+        rows = 0
+        for request in sorted(requests, key=lambda request: len(request.prompt)):
+            columns = len(request.prompt) + request.max_new_tokens
+            room = max(1, min(self._max_rows, memory.rows_that_fit(self._model.config, columns, device=self._device)))
+            samples = request.samples
+            while samples:
+                if rows >= room:
+                    yield batch
+                    batch, rows = [], 0
+                taken, samples = samples[: room - rows], samples[room - rows :]
+                batch.append(replace(request, samples=taken))
+                rows += len(taken)
+        if batch:
+            yield batch
+
+    def _loaded(self, started: float) -> None:
+        self._stats.loads += 1
+        self._stats.load_s = time.perf_counter() - started
+
+
+def _check(request: GroupRequest, model: PreTrainedModel) -> None:
+    """Refuse what the model cannot do, before anything is computed."""
+    vocabulary, longest = model.config.vocab_size, model.config.max_position_embeddings
+    if int(request.prompt.max()) >= vocabulary:
+        raise ChildFailed(f"a prompt has a token id beyond the vocabulary of {vocabulary}", code="child.request")
+    if len(request.prompt) + request.max_new_tokens > longest:
+        raise ChildFailed(
+            f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the model's {longest}",
+            code="child.request",
+        )
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -1,0 +1,313 @@
+"""Does what ``decisions`` decides: asks for leases, loads, generates, gives back, and reports what came of it.
+
+The invariant: the state changes only in :meth:`Worker.feed`, which is synchronous, so decisions see events one at a
+time; every task here ends in an event. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+import trio
+
+from rollmesh_node import decisions
+from rollmesh_node.decisions import (
+    Accepted,
+    Action,
+    Answered,
+    Ask,
+    CancelBatch,
+    Capacity,
+    Event,
+    Generate,
+    GiveBack,
+    Held,
+    Load,
+    NotAnswered,
+    State,
+    StopAsked,
+    Stopped,
+    Ticked,
+    Verified,
+)
+from rollmesh_node.joining import Membership
+from rollmesh_node.own_limits import OwnLimits, open_lease
+from rollmesh_node.uplink import Uplink
+from rollmesh_peer.logging_setup import event
+from rollmesh_peer.weights.keeper import Keeper
+from rollmesh_protocol import limits
+from rollmesh_protocol.errors import LinkLost, Refused
+from rollmesh_protocol.lease import Lease
+from rollmesh_protocol.messages import LeaseAnswer, LeaseRequest, Notice, ReturnRequest, Standing
+
+RETRY_S: Final = 1.0
+"""After a request that got lost; the link's own back-off comes on top."""
+REFUSED_S: Final = 5.0
+"""After a request that the learner refused."""
+QUARANTINE_S: Final = 60.0
+"""Between two requests of a node that is out of the run: the operator may take it back."""
+HOLD_CHECK_S: Final = 60.0
+"""A pause is over when the learner gives work again: its word to go on may have been lost, so it is asked."""
+RETURN_S: Final = 60.0
+"""How long leases are tried to be given back; after that they run out by themselves."""
+MAX_IDS: Final = 4 * limits.MAX_GROUPS_PER_REQUEST
+"""Leases in one return."""
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What a worker needs of a :class:`~rollmesh_node.generator.Generator`."""
+
+    async def load(self) -> None:
+        """Give the newest verified weights to the engine."""
+
+    async def generate(self, leases: Sequence[Lease]) -> None:
+        """Generate one batch."""
+
+    def cancel_batch(self) -> None:
+        """End the running batch."""
+
+
+class Worker:
+    """One node's work. Run :meth:`run` in a nursery, with the engine that reports to :meth:`feed`."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        node: str,
+        own: OwnLimits,
+        uplink: Uplink,
+        membership: Membership,
+        keeper: Keeper,
+        on_ended: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._own = own
+        self._uplink = uplink
+        self._membership = membership
+        self._keeper = keeper
+        self._on_ended = on_ended
+        self._state = State(capacity=capacity)
+        self._nursery: trio.Nursery | None = None
+        self._engine: Engine | None = None
+        self._stirred = trio.Event()
+        self._stopped = trio.Event()
+        self._returning = 0
+        self._returned = trio.Event()
+        self._quarantine = ""
+        self.standing: Standing | None = None
+        """As of the learner's last answer to a request for work."""
+
+    # --- what others see ---------------------------------------------------------------------------------------------
+    @property
+    def leases_open(self) -> int:
+        """Leases in hand."""
+        return self._state.leases_open
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the engine while it generates, over the last batches."""
+        return self._state.tokens_per_s
+
+    @property
+    def waiting_for(self) -> str:
+        """What keeps the engine from generating; empty while it does."""
+        busy = self._state.activity == "generating"
+        trouble = "" if busy else self._membership.waiting_for
+        return (trouble or decisions.waiting_for(self._state, trio.current_time()))[: limits.MAX_TEXT_CHARS]
+
+    # --- driving -----------------------------------------------------------------------------------------------------
+    async def run(self, engine: Engine) -> None:
+        """Work until stopped by :meth:`stop`, or cancelled."""
+        self._engine = engine
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._tick)
+            self._nursery.start_soon(self._watch_weights)
+            await self._stopped.wait()
+            while self._returning:
+                await self._returned.wait()
+            self._nursery.cancel_scope.cancel()
+
+    def stop(self, *, grace_s: float) -> None:
+        """Finish what ends within ``grace_s``, give the rest back; :meth:`run` then returns."""
+        self.feed(StopAsked(grace_s=grace_s))
+
+    def notice(self, notice: Notice) -> None:
+        """Obey a notice of the learner."""
+        text = f": {notice.text}" if notice.text else ""
+        match notice.kind:
+            case "pause":
+                self._hold(f"the learner to go on after its pause{text}", drain=False)
+            case "drain":
+                self._hold(f"nothing more: the run is about to end{text}", drain=True)
+            case "resume":
+                self.feed(Held(why=self._quarantine))
+            case "ended":
+                self._on_ended(notice.text)
+
+    def receipt_came(self) -> None:
+        """A result was answered for."""
+        self.feed(Accepted())
+
+    def feed(self, happened: Event) -> None:
+        """Take in what has happened, and begin what follows from it."""
+        self._state, actions = decisions.advance(self._state, happened, trio.current_time())
+        for action in actions:
+            self._begin(action)
+        self._stirred.set()
+
+    def _begin(self, action: Action) -> None:
+        assert self._engine is not None
+        match action:
+            case Ask(groups=groups):
+                self._spawn(self._ask, groups)
+            case Load():
+                self._spawn(self._engine.load)
+            case Generate(leases=leases):
+                event(_log, "generating", groups=len(leases), samples=sum(len(lease.samples) for lease in leases))
+                self._spawn(self._engine.generate, leases)
+            case CancelBatch():
+                self._engine.cancel_batch()
+            case GiveBack(lease_ids=lease_ids, code=code):
+                self._returning += 1
+                self._spawn(self._give_back, lease_ids, code)
+            case Stopped():
+                self._stopped.set()
+
+    def _spawn(self, task: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(task, *arguments)
+
+    async def _tick(self) -> None:
+        """Call :meth:`feed` when time alone changes something."""
+        while True:
+            self._stirred = trio.Event()
+            with trio.move_on_at(decisions.next_tick(self._state)):
+                await self._stirred.wait()
+                continue
+            self.feed(Ticked())
+            await trio.lowlevel.checkpoint()
+
+    async def _watch_weights(self) -> None:
+        root: bytes | None = None
+        while True:
+            view = await self._keeper.wait_changed(root)
+            root = view.root
+            self.feed(Verified(root=view.root, version=view.version))
+
+    # --- the learner -------------------------------------------------------------------------------------------------
+    async def _ask(self, groups: int) -> None:
+        await self._membership.wait_admitted()
+        request = LeaseRequest(
+            groups=groups,
+            version_held=self._keeper.version,
+            root_held=self._keeper.root,
+            tokens_per_s=min(self.tokens_per_s, 1e9),
+            waiting_for=self.waiting_for,
+        )
+        try:
+            answer = await self._uplink.lease(request)
+        except LinkLost as error:
+            self.feed(NotAnswered(why=f"an answer of the learner ({error.detail})", retry_s=RETRY_S))
+        except Refused as refusal:
+            self._told_no(refusal)
+        else:
+            self.feed(self._opened(answer))
+
+    def _opened(self, answer: LeaseAnswer) -> Answered:
+        """The leases of an answer that are the learner's word, ours, and within the limits."""
+        self.standing = answer.standing
+        self._mind_standing(answer.standing)
+        leases: list[Lease] = []
+        refused: Counter[str] = Counter()
+        last = ""
+        for sealed in answer.leases:
+            try:
+                leases.append(open_lease(sealed, card=self._membership.card, node=self._node, own=self._own))
+            except Refused as refusal:
+                refused[refusal.code] += 1
+                last = refusal.detail
+        for code, count in refused.items():
+            event(_log, "leases that this node does not obey", level=logging.WARNING, code=code, leases=count, why=last)
+        wait = answer.wait
+        return Answered(
+            leases=tuple(leases),
+            wait_s=wait.seconds if wait is not None else None,
+            why=wait.why if wait is not None else "",
+            unusable=sum(refused.values()),
+        )
+
+    def _told_no(self, refusal: Refused) -> None:
+        why = f"{refusal.detail} ({refusal.code})"
+        match refusal.code:
+            case "run.ended":
+                self._on_ended(refusal.detail)
+                retry_s = REFUSED_S
+            case "node.not_admitted":
+                self._membership.renew()
+                retry_s = 0.0
+            case "node.quarantined":
+                self._quarantined(refusal.detail)
+                retry_s = QUARANTINE_S
+            case _:
+                event(_log, "the learner refused a request", level=logging.WARNING, code=refusal.code, why=why)
+                retry_s = REFUSED_S
+        self.feed(NotAnswered(why=why, retry_s=retry_s))
+
+    def _mind_standing(self, standing: Standing) -> None:
+        if standing.state == "quarantined":
+            self._quarantined(standing.reason)
+        elif self._quarantine:
+            self._quarantine = ""
+            event(_log, "this node is in the run again")
+            self.feed(Held(why=""))
+
+    def _quarantined(self, reason: str) -> None:
+        if not self._quarantine:
+            self._quarantine = f"the operator: this node is out of the run ({reason or 'no reason given'})"
+            event(_log, "this node is quarantined and generates nothing", level=logging.ERROR, why=reason)
+            self.feed(Held(why=self._quarantine))
+
+    def _hold(self, why: str, *, drain: bool) -> None:
+        event(_log, "work is held", why=why)
+        self.feed(Held(why=why, drain=drain))
+        self._spawn(self._ask_again_after_a_hold)
+
+    async def _ask_again_after_a_hold(self) -> None:
+        await trio.sleep(HOLD_CHECK_S)
+        self.feed(Held(why=self._quarantine))
+
+    async def _give_back(self, lease_ids: tuple[bytes, ...], code: str) -> None:
+        """Return leases, over a lost link too; given up after a while, because leases run out by themselves."""
+        try:
+            with trio.move_on_after(RETURN_S) as scope:
+                for start in range(0, len(lease_ids), MAX_IDS):
+                    await self._give_back_some(ReturnRequest(lease_ids=lease_ids[start : start + MAX_IDS], code=code))
+            if scope.cancelled_caught:
+                event(_log, "leases could not be given back and run out by themselves", leases=len(lease_ids))
+        finally:
+            self._returning -= 1
+            if not self._returning:
+                self._returned.set()
+                self._returned = trio.Event()
+
+    async def _give_back_some(self, request: ReturnRequest) -> None:
+        while True:
+            await self._membership.wait_admitted()
+            try:
+                answer = await self._uplink.give_back(request)
+            except LinkLost:
+                await trio.sleep(RETRY_S)
+            except Refused as refusal:
+                if refusal.code != "node.not_admitted":
+                    _log.debug("the learner did not take leases back: %s", refusal)
+                    return
+                self._membership.renew()
+            else:
+                event(_log, "leases given back", leases=answer.returned, code=request.code)
+                return
