@@ -53,4 +53,4 @@ contracts: $(READY)
 	@echo "check: contracts" && $(PY) -m pytest -q --no-header tests/contracts --ignore tests/contracts/test_wheel.py
 
 $(READY):
-	@PYTHON="$(PYTHON)" deploy/prepare.sh $@
+	@PYTHON="$(PYTHON)" bash deploy/prepare.sh $@

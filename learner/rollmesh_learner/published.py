@@ -106,6 +106,10 @@ class History:
             if entry.head.version == anchor.manifest.version:
                 self.entries[index] = replace(entry, anchor=anchor)
 
+    def drop_anchor(self, position: int) -> None:
+        """The anchor of the entry at ``position`` is of no use any more."""
+        self.entries[position] = replace(self.entries[position], anchor=None)
+
     def anchor_positions(self) -> list[int]:
         """The positions of entries that have an anchor, oldest first."""
         return [index for index, entry in enumerate(self.entries) if entry.anchor is not None]
@@ -139,7 +143,7 @@ class History:
     def trim(self, *, keep_versions: int, keep_anchors: int) -> None:
         """Forget what need not be kept: all but the newest anchors, and entries that are older than both limits."""
         anchors = self.anchor_positions()[-keep_anchors:]
-        oldest = min(max(0, len(self.entries) - keep_versions), *anchors[:1])
+        oldest = min([max(0, len(self.entries) - keep_versions), *anchors[:1]])
         for index in range(len(self.entries)):
             if index not in anchors:
                 self.entries[index] = replace(self.entries[index], anchor=None)

@@ -144,6 +144,7 @@ class Publisher:
             assert anchor is not None
             start = max(position, wanted)
             if not await self._make(start, self.store.payload_path(anchor.name), anchor.manifest.tensors, position):
+                self.history.drop_anchor(position)
                 continue
             for index in range(start + 1, len(entries)):
                 before = entries[index - 1]
@@ -275,7 +276,12 @@ class Publisher:
     # --- pieces ------------------------------------------------------------------------------------------------------
     async def _maintain(self) -> None:
         head = self.head
-        if self.history.versions_since_anchor() >= self._anchor_every and head.root in self._ring:
+        for position in self.history.anchor_positions():
+            anchor = self.history.entries[position].anchor
+            if anchor is not None and not self.store.is_complete(anchor.name):  # found damaged when it was read
+                self.history.drop_anchor(position)
+        is_due = not self.history.anchor_positions() or self.history.versions_since_anchor() >= self._anchor_every
+        if is_due and head.root in self._ring:
             try:
                 await self._write_anchor(head)
             except (HostError, ChildFailed) as error:
@@ -288,6 +294,7 @@ class Publisher:
         found = await self._workshop.digest(outgoing, chunk_bytes=self._anchor_chunk_bytes)
         if found.root != head.root:
             raise HostError("the disk does not hold what was written to it")
+        fault_point("publish.anchor_written")
         anchor = await self._seal_anchor(found, outgoing, version=head.version, step=head.step)
         outgoing.unlink()
         self.history.add_anchor(anchor)

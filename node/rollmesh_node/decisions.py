@@ -6,10 +6,10 @@ A worker holds leases, an engine that generates one batch at a time, and weights
 - New weights let the running batch finish (drain), are loaded next, and send leases of older roots back.
 - While a batch runs, the leases of the next one are asked for, so that the engine never waits for the network; never
   more than can be finished within a lease's duration at the measured speed.
-- Every lease taken ends in exactly one of three ways: :class:`LeaseDone`, :class:`GiveBack`, or the death of the process.
+- Every lease taken ends in one of three ways: :class:`LeaseDone`, :class:`GiveBack`, or the death of the process.
 - A learner that says "wait" is obeyed, one that hands out useless leases is asked ever less often.
 
-Nothing here does I/O or reads a clock; times are seconds of the caller's monotonic clock. ``worker`` executes the actions.
+Nothing here does I/O or reads a clock; times are seconds of the caller's monotonic clock. ``worker`` does what is said.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -19,7 +19,9 @@ from rollmesh_node.decisions import BatchEnded, EngineDown, EngineUp, Event, Lea
 from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
 from rollmesh_node.engine.pipe import group_body, read_rollout
 from rollmesh_node.spool import Spool
-from rollmesh_peer.children import Child, ChildSpec, Supervisor
+from rollmesh_peer.children.launch import ChildSpec
+from rollmesh_peer.children.process import Child
+from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.weights.keeper import Keeper
 from rollmesh_protocol import limits
@@ -27,7 +29,7 @@ from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused, RollmeshError
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
-from rollmesh_protocol.messages import RunCard
+from rollmesh_protocol.messages import EngineInfo, RunCard
 from rollmesh_protocol.rollout import MAX_FINGERPRINT_CHARS, Result, SampleResult, Segment, check_result
 
 LOAD_S: Final = 900.0
@@ -46,7 +48,9 @@ class EngineSetting:
     """How the child is started, and what each load call says beside the weights."""
 
     spec: ChildSpec
-    backend: str
+    declared: EngineInfo
+    is_model: bool
+    """False for the scripted engine, which needs neither memory nor a model."""
     load: Mapping[str, object]
 
 
@@ -55,7 +59,30 @@ class _Open:
     """A lease in the engine: the rollouts that have come so far, by sample index."""
 
     lease: Lease
-    rollouts: dict[int, Rollout]
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.rollouts) == len(self.lease.samples)
+
+
+@dataclass
+class _Batch:
+    """What the engine is generating, by the key that it sends back."""
+
+    leases: Mapping[int, _Open]
+    started: float
+    tokens: int = 0
+
+    def place(self, rollout: Rollout) -> _Open:
+        """The lease of ``rollout``, which is put into it."""
+        held = self.leases.get(rollout.key)
+        wanted = {sample.index for sample in held.lease.samples} if held is not None else set()
+        if held is None or rollout.index not in wanted or rollout.index in held.rollouts:
+            raise ChildFailed(f"the engine answered for a sample that was not asked for ({rollout.index})")
+        held.rollouts[rollout.index] = rollout
+        self.tokens += len(rollout.tokens)
+        return held
 
 
 class Generator:
@@ -82,10 +109,10 @@ class Generator:
         self._on_result = on_result
         self._supervisor = Supervisor(setting.spec, self._prepare)
         self._nursery: trio.Nursery | None = None
-        self._batch = trio.CancelScope()
+        self._running = trio.CancelScope()
         self._loaded_pid: int | None = None
         self._has_loaded = False
-        self.fingerprint: str = setting.backend
+        self.fingerprint: str = setting.declared.backend
 
     @property
     def state(self) -> str:
@@ -108,7 +135,7 @@ class Generator:
 
     async def _watch(self, child: Child) -> None:
         """Report a child's life, from its first breath to its last words."""
-        event(_log, "engine started", backend=self._setting.backend, pid=child.pid)
+        event(_log, "engine started", backend=self._setting.declared.backend, pid=child.pid)
         self._feed(EngineUp())
         failure = await child.wait_dead()
         self._feed(EngineDown(why=f"the engine to start again: {failure.detail}"))
@@ -158,7 +185,7 @@ class Generator:
         stats = await child.call("stats", {}, deadline_s=STATS_S)
         notes = stats.get("notes")
         words = [f"{name} {value}" for name, value in notes.items()] if isinstance(notes, dict) else []
-        self.fingerprint = ", ".join([self._setting.backend, *words])[:MAX_FINGERPRINT_CHARS]
+        self.fingerprint = ", ".join([self._setting.declared.backend, *words])[:MAX_FINGERPRINT_CHARS]
 
     def _end(self, child: Child, error: RollmeshError, what: str) -> None:
         """A child that failed at its work is not trusted with more."""
@@ -168,38 +195,31 @@ class Generator:
 
     # --- leases ------------------------------------------------------------------------------------------------------
     async def generate(self, leases: Sequence[Lease]) -> None:
-        """Generate one batch; reports each lease that is done, and the end of the batch, whatever happens."""
-        started = trio.current_time()
-        open_leases = {
-            key: _Open(lease=lease, rollouts={}) for key, lease in enumerate(leases)
-        }
-        tokens = 0
+        """Generate one batch; reports each lease that is done, and in the end that the batch has ended."""
+        batch = _Batch({key: _Open(lease=lease) for key, lease in enumerate(leases)}, started=trio.current_time())
         child = self._supervisor.child
-        try:
-            if child is None:
-                return
+        if child is not None:
             async with trio.open_nursery() as finishing:
-                with trio.CancelScope() as self._batch:
-                    body = {"requests": [group_body(self._request(key, held.lease)) for key, held in open_leases.items()]}
-                    patience_s = max(LEAST_ITEM_S, *(lease.duration_s for lease in leases))
-                    async with child.stream("generate", body, item_deadline_s=patience_s) as items:
-                        async for item in items:
-                            rollout = read_rollout(item)
-                            tokens += len(rollout.tokens)
-                            held = self._place(open_leases, rollout)
-                            if len(held.rollouts) == len(held.lease.samples):
-                                took_s = trio.current_time() - started
-                                finishing.start_soon(self._finish, held, took_s)
-        except* RollmeshError as group:
-            error = _first(group)
-            if child is not None and child.is_alive:
-                self._end(child, error, "generate")
-        finally:
-            self._feed(BatchEnded(tokens=tokens))
+                with trio.CancelScope() as self._running:
+                    try:
+                        await self._take_rollouts(child, batch, finishing)
+                    except RollmeshError as error:
+                        self._end(child, error, "generate")
+        self._feed(BatchEnded(tokens=batch.tokens))
 
     def cancel_batch(self) -> None:
         """End the running batch; what is complete of it is kept."""
-        self._batch.cancel()
+        self._running.cancel()
+
+    async def _take_rollouts(self, child: Child, batch: _Batch, finishing: trio.Nursery) -> None:
+        """Call the engine, and finish each lease in a task of its own, so that the engine never waits for the disk."""
+        body = {"requests": [group_body(self._request(key, held.lease)) for key, held in batch.leases.items()]}
+        patience_s = max(LEAST_ITEM_S, *(held.lease.duration_s for held in batch.leases.values()))
+        async with child.stream("generate", body, item_deadline_s=patience_s) as items:
+            async for item in items:
+                held = batch.place(read_rollout(item))
+                if held.is_complete:
+                    finishing.start_soon(self._finish, held, trio.current_time() - batch.started)
 
     def _request(self, key: int, lease: Lease) -> GroupRequest:
         return GroupRequest(
@@ -209,15 +229,6 @@ class Generator:
             max_new_tokens=lease.max_new_tokens,
             stop=self._stop,
         )
-
-    @staticmethod
-    def _place(open_leases: Mapping[int, _Open], rollout: Rollout) -> _Open:
-        held = open_leases.get(rollout.key)
-        wanted = {sample.index for sample in held.lease.samples} if held is not None else set()
-        if held is None or rollout.index not in wanted or rollout.index in held.rollouts:
-            raise ChildFailed(f"the engine answered for a sample that was not asked for ({rollout.index})")
-        held.rollouts[rollout.index] = rollout
-        return held
 
     async def _finish(self, held: _Open, took_s: float) -> None:
         """Check, sign and keep the result of a lease whose samples are all there."""
@@ -251,13 +262,3 @@ def _sample_result(rollout: Rollout, lease: Lease) -> SampleResult:
         finish=rollout.finish,
         segments=(Segment(first_token=0, root=lease.root),),
     )
-
-
-def _first(group: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, RollmeshError)
-    return error
-
-

@@ -212,4 +212,3 @@ def _changed(before: RunCard, after: RunCard) -> str:
     if before.run != after.run:
         return f"the learner has begun another run ({after.run!r} instead of {before.run!r}): start the node again"
     return "the learner changed the card of a run that goes on, which an honest one never does"
-

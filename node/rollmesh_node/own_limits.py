@@ -129,7 +129,8 @@ def _refuse_code(value: object, *, depth: int) -> None:
     if isinstance(value, dict):
         if found := sorted(CODE_KEYS & value.keys()):
             raise Refused(
-                "card.model", f"the model asks for code of its own ({found[0]} in its configuration), which is never run"
+                "card.model",
+                f"the model asks for code of its own ({found[0]} in its configuration), which is never run",
             )
         for inner in value.values():
             _refuse_code(inner, depth=depth + 1)

@@ -1,7 +1,7 @@
 """How a node is asked to stop: the first signal politely, the second at once, and never later than a hard deadline.
 
-``Stop.asked`` is what the rest of the node looks at. The watchdog is a thread of its own, so that it also ends a process
-whose event loop hangs.
+``Stop.asked`` is what the rest of the node looks at. The watchdog is a thread of its own, so that it also ends a
+process whose event loop hangs.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ AT_ONCE: Final = 4
 """Results on their way at a time: a link of 100 ms then carries 40 receipts a second."""
 RETRY_S: Final = 2.0
 """Between two rounds while something could not be sent."""
+TELL_S: Final = 10.0
+"""Accepted work is told at most this often."""
 AGAIN: Final = frozenset({"request.timeout", "request.busy", "request.internal", "node.rate", "node.not_admitted"})
 """Refusals after which the same bytes are sent again."""
 
@@ -58,6 +60,8 @@ class Submitter:
     _news: trio.Event = field(default_factory=trio.Event)
     _empty: trio.Event = field(default_factory=trio.Event)
     _unsent: int = 0
+    _untold: int = 0
+    _tell_at: float = 0.0
 
     @property
     def unsent(self) -> int:
@@ -142,12 +146,17 @@ class Submitter:
                 accepted=self.tally.accepted + len(receipt.accepted),
                 last_accepted_at=trio.current_time(),
             )
-            event(
-                _log, "accepted", rollouts=len(receipt.accepted), total=self.tally.accepted,
-                standing=receipt.standing.state,
-            )  # fmt: skip
+            self._tell(receipt.standing, rollouts=len(receipt.accepted))
         if receipt.code is not None:
             self._count_refusal(receipt.code, receipt.detail, rollouts=max(0, rollouts - len(receipt.accepted)))
+
+    def _tell(self, standing: Standing, *, rollouts: int) -> None:
+        """Say what was accepted, in one line for all of it since the last line."""
+        self._untold += rollouts
+        now = trio.current_time()
+        if now >= self._tell_at:
+            event(_log, "accepted", rollouts=self._untold, total=self.tally.accepted, standing=standing.state)
+            self._untold, self._tell_at = 0, now + TELL_S
 
     def _count_refusal(self, code: str, detail: str, *, rollouts: int) -> None:
         known = CODES.get(code)

@@ -111,7 +111,7 @@ async def open_weights(
             conduct=conduct,
             random=random,
             cache=cache,
-            on_head=lambda head: follower.hear_head(head),
+            on_head=lambda head: follower.hear_head(head),  # noqa: PLW0108 - the follower is made below
             learner_only=learner_only,
         )
         around = Around(

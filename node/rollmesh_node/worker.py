@@ -169,7 +169,7 @@ class Worker:
             case Load():
                 self._spawn(self._engine.load)
             case Generate(leases=leases):
-                event(_log, "generating", groups=len(leases), samples=sum(len(lease.samples) for lease in leases))
+                _log.debug("generating %d groups", len(leases))
                 self._spawn(self._engine.generate, leases)
             case CancelBatch():
                 self._engine.cancel_batch()

@@ -1,9 +1,9 @@
 """The control socket: how a daemon answers its owner on the same machine.
 
 A Unix socket of mode 0600 in a folder of mode 0700. It speaks the frames of the mesh (a big-endian uint32 length, then
-one record): a :class:`StatusRequest` in, a :class:`StatusAnswer` out, one pair for each connection. The invariants: only
-the user who runs the daemon gets in, every wait has a deadline, and a socket that a dead daemon left behind is replaced
-while one that somebody answers on is not.
+one record): a :class:`StatusRequest` in, a :class:`StatusAnswer` out, one pair for each connection. The invariants:
+only the user who runs the daemon gets in, every wait has a deadline, and a socket that a dead daemon left behind is
+replaced while one that somebody answers on is not.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ async def serve_control(
     Raises:
         HostError: another daemon answers there, or the socket cannot be made.
     """
+
+    async def exchange(stream: trio.SocketStream) -> None:
+        await _exchange(stream, answer)
+
     with await _listen(path) as listening:
         listener = trio.SocketListener(listening)
         try:
             made = path.stat().st_ino
             task_status.started()
-            await trio.serve_listeners(lambda stream: _exchange(stream, answer), [listener])
+            await trio.serve_listeners(exchange, [listener])
         finally:
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == made:
@@ -123,7 +127,7 @@ async def _exchange(stream: trio.SocketStream, answer: Answer) -> None:
                 await _send(stream, answer(request).encode())
     except (Refused, LinkLost, OSError, trio.BrokenResourceError) as error:
         _log.debug("a caller of the control socket left or spoke nonsense: %s", error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the status is for looking at: a bug in it must not end the daemon
         _log.exception("the status cannot be told")
 
 

@@ -173,7 +173,12 @@ GOSSIP_PER_TOPIC_S: Final = 10
 NEIGHBOURS_WANTED: Final = 8
 """Neighbours that a node looks for by itself; those who dial it come on top, up to MAX_NEIGHBOURS."""
 FIRST_WINDOW: Final = 2
-"""Chunks asked of a new source at a time; one more for each that comes in time."""
+"""Chunks asked of a new source at a time."""
+PROMPT_S: Final = 0.05
+PROMPT_BESTS: Final = 2.0
+"""A chunk within either (the second in units of the source's shortest time) makes the window one larger ..."""
+QUEUED_BESTS: Final = 4.0
+"""... and one that took longer than this one smaller: more asks would only queue at the other side."""
 MAX_WINDOW: Final = 8
 MAX_WINDOW_BYTES: Final = 4 * MIB
 """The same in bytes: below MAX_BUFFERED_BYTES, so that what one source sends always finds room."""
@@ -201,6 +206,12 @@ HAVE_BYTES_PER_S: Final = 64 * KIB
 HAVE_ALIVE_S: Final = 15.0
 """An update is sent at least this often, so that silence means that the other side is gone."""
 HAVE_SILENCE_S: Final = 45.0
+FIRST_OFFERS: Final = 8
+"""Chunks that an origin offers to a peer at first; doubled whenever the peer has fetched half of them."""
+MAX_OFFERS: Final = 256
+"""64 MiB of 256 KiB chunks between two updates: the pace of a local network."""
+SPARE_OFFERS: Final = 2
+"""Chunks under way to others that a peer without anything else to ask for is offered as well."""
 MAX_HAVE_STREAMS_PER_PEER: Final = 6
 MAX_HAVE_STREAMS: Final = 4096
 """Some 64 KiB each at worst, and a few bytes for ordinary payloads."""

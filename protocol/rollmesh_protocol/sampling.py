@@ -30,6 +30,7 @@ Not here: the batched torch version (rollmesh_peer.models.sampling), and who cho
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -68,16 +69,17 @@ def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: 
     words = np.empty((flat[0].size, 4), dtype=np.uint32)
     for start in range(0, len(words), PHILOX_BLOCK):
         block = slice(start, start + PHILOX_BLOCK)
-        columns = philox_columns(*(column[block].copy() for column in flat))
-        words[block] = np.stack(columns, axis=-1)
+        columns = [column[block].copy() for column in flat]
+        words[block] = np.stack(philox_columns(columns[:4], key=columns[4:]), axis=-1)
     return words.reshape(*shape, 4)
 
 
-def philox_columns(c0: Column, c1: Column, c2: Column, c3: Column, k0: Column, k1: Column) -> tuple[Column, ...]:
-    """Return the four output words of each counter (c0..c3) and key (k0, k1): uint64 [n], each below 2^32.
+def philox_columns(counter: Sequence[Column], *, key: Sequence[Column]) -> tuple[Column, Column, Column, Column]:
+    """Return the four output words of each counter (four columns) and key (two): uint64 [n], each below 2^32.
 
     The six inputs, uint64 [n] below 2^32, are scratch space and are overwritten.
     """
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     p0, p1 = np.empty_like(c0), np.empty_like(c0)
     for _ in range(ROUNDS):
         # c1, c3 and the key may carry bits above 32: whatever they are XORed into is masked afterwards.
@@ -112,9 +114,8 @@ def uniforms(seed: int, position: int, token_ids: ArrayLike) -> Words:
     if not 0 <= position < 1 << 32:
         raise ValueError(f"a position is an unsigned 32-bit number, got {position}")
     ids = np.asarray(token_ids, dtype=np.int64)
-    groups, inverse = np.unique(ids // TOKENS_PER_COUNTER, return_inverse=True)
-    words = philox4x32((groups, position, 0, 0), split_seed(seed))
-    chosen: Words = words[inverse.reshape(ids.shape), ids % TOKENS_PER_COUNTER]
+    words = philox4x32((ids // TOKENS_PER_COUNTER, position, 0, 0), split_seed(seed))
+    chosen: Words = np.take_along_axis(words, (ids % TOKENS_PER_COUNTER)[..., None], axis=-1)[..., 0]
     return chosen >> np.uint32(32 - K_BITS)
 
 

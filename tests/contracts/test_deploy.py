@@ -25,7 +25,7 @@ def test_there_is_a_unit_for_each_daemon():
 def test_a_unit_runs_a_command_of_ours_privately_and_politely(path):
     lines = set(path.read_text().splitlines())
     (start,) = [line for line in lines if line.startswith("ExecStart=")]
-    found = re.match(r"ExecStart=/opt/rollmesh/bin/rollmesh ([a-z]+) run ", start)
+    found = re.match(r"ExecStart=/opt/rollmesh/bin/rollmesh ([a-z]+) run\b", start)
     assert found
     assert found[1] in COMMANDS
     assert path.stem == f"rollmesh-{found[1]}"

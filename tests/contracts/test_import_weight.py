@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 
 import pytest
 
 MAX_IMPORT_S = 2.0
+"""Of computing, not on the clock: this machine may be busy with something else."""
 MAX_MEMORY_MB = 150
 HEAVY = {"torch", "transformers", "numba", "vllm", "matplotlib", "reasoning_gym", "tokenizers", "gguf"}
 """Each costs a daemon tens or hundreds of megabytes; they belong in child processes."""
@@ -33,11 +33,11 @@ LIGHT = sorted(
 
 PROGRAM = """
 import importlib, json, pathlib, re, sys, time
-started = time.perf_counter()
+started = time.process_time()
 for name in sys.argv[1:]:
     importlib.import_module(name)
 print(json.dumps({
-    "seconds": time.perf_counter() - started,
+    "seconds": time.process_time() - started,
     "memory_mb": int(re.search(r"VmRSS:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) / 1024,
     "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
 }))
@@ -51,22 +51,12 @@ def cost_of(*modules):
     return json.loads(told.stdout)
 
 
-def exists(module):
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("module", LIGHT)
 def test_it_is_light(module):
-    if not exists(module):
-        pytest.skip(f"{module} is not there yet")
-    # The best of three: this machine may be busy with something else.
-    costs = [cost_of(module) for _ in range(3)]
-    assert HEAVY.isdisjoint(costs[0]["loaded"])
-    assert min(cost["seconds"] for cost in costs) < MAX_IMPORT_S
-    assert min(cost["memory_mb"] for cost in costs) < MAX_MEMORY_MB
+    cost = cost_of(module)
+    assert HEAVY.isdisjoint(cost["loaded"])
+    assert cost["seconds"] < MAX_IMPORT_S
+    assert cost["memory_mb"] < MAX_MEMORY_MB
 
 
 def test_the_command_line_alone_is_feather_light():

@@ -102,7 +102,7 @@ def is_running(pid: int) -> bool:
 
 async def until_gone(pid: int) -> None:
     with trio.fail_after(5):
-        while is_running(pid):  # noqa: ASYNC110 - another process's end is no event of ours
+        while is_running(pid):
             await trio.sleep(0.01)
 
 

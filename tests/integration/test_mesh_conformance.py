@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from itertools import pairwise
 
 import pytest
 import trio
+
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused, UsageError
 from rollmesh_protocol.identity import Identity
-
 from tests.support.mesh_worlds import WORLDS, seed
 
 ECHO = "/rollmesh/1/echo"
@@ -46,7 +47,7 @@ class Pair:
 
 async def linked(stack, world, count=2):
     meshes = [await stack.enter_async_context(world.join(number + 1)) for number in range(count)]
-    for left, right in zip(meshes, meshes[1:], strict=False):
+    for left, right in pairwise(meshes):
         await right.connect(left.addresses[0])
     return meshes
 

@@ -319,7 +319,8 @@ HAS_NOTHING_TO_REACH = ["environment", "all_variables", "inherited_descriptors"]
 
 NOBODY = 65534
 
-USERS = ["own", "nobody"]
+USERS = ["own", "nobody", "container"]
+"""``container`` is root without CAP_SYS_ADMIN, which may not leave its namespaces."""
 
 
 @dataclass
@@ -338,6 +339,8 @@ class Stage:
 
 def run_as(user: str, argv: list[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     path = [sysconfig.get_path("purelib"), str(Path(rollmesh_protocol.__file__).parents[1])]
+    if user == "container":
+        argv = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *argv]
     identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if user == "nobody" else {}
     done: subprocess.CompletedProcess[str] = subprocess.run(
         argv,
@@ -366,8 +369,10 @@ def python_for(user: str) -> str | None:
 @pytest.fixture(scope="module", params=USERS)
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     user = str(request.param)
-    if user == "nobody" and os.geteuid() != 0:
-        pytest.skip("only root can become nobody")
+    if user != "own" and os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    if user == "container" and shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
     python = python_for(user)
     if python is None:
         pytest.skip("there is no Python that nobody may run")
@@ -422,6 +427,8 @@ def test_confinement_is_complete_on_this_kernel(outcome: dict[str, list[object]]
     assert {"limits", "seccomp"} <= set(active) or os.uname().machine not in ("x86_64", "aarch64")
     if stage.user == "own" and os.geteuid() == 0:
         assert "other user" in active
+    if stage.user == "container":
+        assert "namespaces" not in active
 
 
 @pytest.mark.timeout(180)

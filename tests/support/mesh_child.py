@@ -1,8 +1,8 @@
 """A mesh peer in a process of its own, for tests that kill it, stop it or weigh it.
 
-``python -m tests.support.mesh_child SEED PORT [ADDRESS]`` listens on loopback (PORT 0: any), dials ADDRESS if given, and
-prints one line of JSON when it is up. It then answers each line on stdin: ``rss`` -> its resident megabytes,
-``links`` -> its peers, ``dial ADDRESS`` -> the peer, ``read`` -> lets the ``sink`` handler read on. End of stdin ends it.
+``python -m tests.support.mesh_child SEED PORT [ADDRESS]`` listens on loopback (PORT 0: any), dials ADDRESS if given,
+and prints one line of JSON when it is up. It then answers each line on stdin: ``rss`` -> its resident megabytes,
+``links`` -> its peers, ``dial ADDRESS`` -> the peer. End of stdin ends it.
 
 Protocols: ``/rollmesh/1/echo`` sends every frame back, ``/rollmesh/1/sink`` holds its stream without reading.
 """
@@ -13,21 +13,21 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
-_started = time.monotonic()
+_started = time.process_time()
 
 import trio  # noqa: E402
 
 from rollmesh_peer.mesh.host import HostOptions, open_mesh  # noqa: E402
 from rollmesh_protocol.errors import LinkLost  # noqa: E402
 
-_import_s = time.monotonic() - _started
+_import_s = time.process_time() - _started
 MAX = 1 << 26
 
 
 def rss_mb():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def say(**words):
@@ -35,15 +35,13 @@ def say(**words):
 
 
 async def main(number, port, address):
-    released = trio.Event()
-
     async def echo(stream):
         while True:
             await stream.send(await stream.receive(MAX))
 
     async def sink(stream):
-        await released.wait()
-        await stream.receive(MAX)
+        await trio.sleep(60)
+        await stream.reset()
 
     options = HostOptions(key_seed=number.to_bytes(32, "big"), listen=(f"/ip4/127.0.0.1/tcp/{port}",))
     async with open_mesh(options) as mesh:
@@ -63,9 +61,6 @@ async def main(number, port, address):
                     say(peer=await mesh.connect(rest))
                 except LinkLost as error:
                     say(error=str(error))
-            elif word == "read":
-                released.set()
-                say(done=True)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,7 @@ class MeshProcess:
 @asynccontextmanager
 async def mesh_process(number, *, port=0, dial=""):
     command = [sys.executable, "-m", "tests.support.mesh_child", str(number), str(port), dial]
-    process = await trio.lowlevel.open_process(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None
-    )
+    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None)
     child = MeshProcess(process, bytearray())
     try:
         child.hello = await child.hear()

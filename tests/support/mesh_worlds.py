@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
+import trio
+
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.testing.memory_mesh import MemoryNetwork
 
@@ -11,6 +13,13 @@ from rollmesh_peer.testing.memory_mesh import MemoryNetwork
 def seed(number: int) -> bytes:
     """A key seed by number."""
     return number.to_bytes(32, "big")
+
+
+async def eventually(condition, *, within=5.0):
+    """Wait until ``condition()`` holds; for states of real sockets and processes that nothing announces."""
+    with trio.fail_after(within):
+        while not condition():
+            await trio.sleep(0.01)
 
 
 class MemoryWorld:

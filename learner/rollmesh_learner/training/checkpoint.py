@@ -68,7 +68,9 @@ class State:
 
 
 def save(folder: Path, *, source: Source, state: State, model_folder: Path) -> None:
-    """Write a checkpoint that appears as ``folder`` when it is complete, replacing one of the same name.
+    """Write a checkpoint that appears as ``folder`` when it is complete.
+
+    One of the same name is replaced; a kill between the two renames leaves neither, and the one before counts.
 
     Raises ``HostError`` when the disk does not take it, ``ChildFailed`` when ``state.carry`` is not plain JSON.
     """
@@ -89,11 +91,13 @@ def save(folder: Path, *, source: Source, state: State, model_folder: Path) -> N
         for file in partial.iterdir():
             _sync(file)
         _sync(partial)
+        old = folder.with_name(f"{_PARTIAL}old-{folder.name}")
         if folder.exists():
-            old = folder.with_name(f"{_PARTIAL}old-{folder.name}")
             folder.rename(old)
         partial.rename(folder)
         _sync(folder.parent)
+        if old.exists():
+            shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         raise HostError(f"the checkpoint {folder} cannot be written: {error}") from error
 

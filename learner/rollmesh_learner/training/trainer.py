@@ -122,7 +122,7 @@ class Trainer:
         finally:
             if session.is_broken:
                 traceback.print_exc()
-                leave(HALF_WAY_STATUS)
+                leave(HALF_WAY_STATUS)  # the daemon finds the traceback in our last words
         return {
             "updated": report.updated,
             "step": session.step,

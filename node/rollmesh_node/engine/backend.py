@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Build the model and fill in its weights. ``Refused`` for the config, ``HostError`` for too little memory."""
 
     def swap(self, image: Path) -> None:
-        """Take other weights of the same layout; the caches of the old ones are dropped. Nothing is generated meanwhile."""
+        """Take other weights of the same layout, while nothing is generated; no cache of the old ones survives."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> Iterator[Rollout]:
         """Yield each rollout as soon as it has ended, in any order. Closing the iterator abandons the rest."""

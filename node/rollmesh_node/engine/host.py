@@ -97,7 +97,7 @@ class Host:
             threads=_whole(body, "threads") or int(os.environ.get(THREADS_ENV) or 0),
             max_rows=_whole(body, "max_rows"),
             device=str(body.get("device") or "auto"),
-            dtype=str(body.get("dtype") or "bfloat16"),
+            dtype="float32" if body.get("dtype") == "float32" else "bfloat16",
         )
 
 

@@ -20,47 +20,50 @@ GROWTH: Final = 1.5
 
 
 class GrowingLayer(CacheLayerMixin):
-    """Keys and values of one layer: [rows, heads, columns, head size]."""
+    """Keys and values of one layer: two buffers [rows, heads, columns, head size]."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.length = 0
         self.rows = 0
-        self._reserve = 0
+        self._reserved = 0
+        self._buffers: tuple[Tensor, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are, once there are any."""
+        return self._buffers[0].device
 
     def reserve(self, columns: int) -> None:
-        """Make the first buffer at least so long."""
-        self._reserve = columns
+        """Make the next buffers at least so long."""
+        self._reserved = columns
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for the rows of the first keys and values."""
-        rows, heads, columns, _ = key_states.shape
-        size = max(columns, self._reserve)
-        self.keys = key_states.new_empty(rows, heads, size, key_states.shape[-1])
-        self.values = value_states.new_empty(rows, heads, size, value_states.shape[-1])
-        self.rows = rows
+        self.rows = key_states.shape[0]
+        self._buffers = tuple(_empty_like(states, columns=self._reserved) for states in (key_states, value_states))
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append columns to every live row and return views of all live keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         self._grow(self.length)
-        self.keys[: self.rows, :, start : self.length] = key_states
-        self.values[: self.rows, :, start : self.length] = value_states
-        return self.keys[: self.rows, :, : self.length], self.values[: self.rows, :, : self.length]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[: self.rows, :, start : self.length] = states
+        keys, values = (buffer[: self.rows, :, : self.length] for buffer in self._buffers)
+        return keys, values
 
     def take(self, rows: Tensor) -> None:
         """Make new buffers whose row i is the old row ``rows[i]``; rows may repeat."""
-        self.keys, self.values = self._taken(self.keys, rows), self._taken(self.values, rows)
+        taken = [buffer[rows, :, : self.length] for buffer in self._buffers]
         self.rows = len(rows)
+        self._buffers = tuple(self._widened(part, columns=self._reserved) for part in taken)
 
     def drop(self, moves: Tensor, *, rows: int) -> None:
         """Copy row ``moves[0, i]`` over row ``moves[1, i]``, then keep the first ``rows`` rows."""
-        for buffer in (self.keys, self.values):
+        for buffer in self._buffers:
             buffer[moves[1], :, : self.length] = buffer[moves[0], :, : self.length]
         self.rows = rows
 
@@ -77,19 +80,23 @@ class GrowingLayer(CacheLayerMixin):
         return -1
 
     def _grow(self, columns: int) -> None:
-        if columns > self.keys.shape[2]:
-            size = max(columns, int(self.keys.shape[2] * GROWTH))
-            self.keys, self.values = self._resized(self.keys, size), self._resized(self.values, size)
+        held = self._buffers[0].shape[2]
+        if columns > held:
+            size = max(columns, int(held * GROWTH))
+            self._buffers = tuple(self._widened(buffer[: self.rows], columns=size) for buffer in self._buffers)
 
-    def _resized(self, buffer: Tensor, columns: int) -> Tensor:
-        wider = buffer.new_empty(self.rows, buffer.shape[1], columns, buffer.shape[3])
-        wider[:, :, : buffer.shape[2]] = buffer[: self.rows]
+    @staticmethod
+    def _widened(buffer: Tensor, *, columns: int) -> Tensor:
+        if buffer.shape[2] >= columns:
+            return buffer
+        wider = _empty_like(buffer, columns=columns)
+        wider[:, :, : buffer.shape[2]] = buffer
         return wider
 
-    def _taken(self, buffer: Tensor, rows: Tensor) -> Tensor:
-        wider = buffer.new_empty(len(rows), buffer.shape[1], max(buffer.shape[2], self._reserve), buffer.shape[3])
-        wider[:, :, : self.length] = buffer[rows, :, : self.length]
-        return wider
+
+def _empty_like(states: Tensor, *, columns: int) -> Tensor:
+    rows, heads, length, size = states.shape
+    return states.new_empty(rows, heads, max(length, columns), size)
 
 
 class GrowingCache(Cache):
@@ -107,9 +114,9 @@ class GrowingCache(Cache):
     def take(self, rows: list[int]) -> None:
         """Rearrange: row i becomes the old row ``rows[i]`` (repeats share a prefill among samples)."""
         for layer in self.growing:
-            layer.take(torch.tensor(rows, device=layer.keys.device))
+            layer.take(torch.tensor(rows, device=layer.device))
 
     def drop(self, moves: list[tuple[int, int]], *, rows: int) -> None:
         """Move rows (from, to) into gaps, then keep the first ``rows`` rows."""
         for layer in self.growing:
-            layer.drop(torch.tensor(moves, device=layer.keys.device).reshape(-1, 2).T, rows=rows)
+            layer.drop(torch.tensor(moves, dtype=torch.int64, device=layer.device).reshape(-1, 2).T, rows=rows)

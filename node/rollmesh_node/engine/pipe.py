@@ -1,20 +1,22 @@
 """What travels between the engine's supervisor and its host, as msgpack bodies. Both sides use this file; no torch.
 
-    load      {config_json: str, layout: bytes (Layout.encode), image: str, threads: int?, max_rows: int?} -> {load_s}
-    swap      {image: str}                                                                                 -> {load_s}
+    load      {config_json: str, layout: bytes (Layout.encode), image: str,
+               threads: int?, max_rows: int?, device: 'auto'|'cpu'|'cuda'?, dtype: 'bfloat16'|'float32'?} -> {load_s}
+    swap      {image: str} -> {load_s}
     generate  {requests: [{key, prompt: bytes, samples: [{index, seed}], max_new_tokens, stop: [int]}]}
               items {key, index, tokens: bytes, logprobs: bytes, finish: 'stop'|'length', elapsed_s}
     stats     {} -> the fields of :class:`.backend.Stats`
     shutdown  {} -> {} and the process ends
 
 ``prompt`` and ``tokens`` are little-endian uint32, ``logprobs`` little-endian float32; ``threads`` 0 or absent means
-what :data:`THREADS_ENV` says, else all cores.
+what :data:`THREADS_ENV` says, else torch's choice; ``max_rows`` 0 or absent the backend's own bound. The four optional
+fields count at the first load of a process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,8 @@ THREADS_ENV: Final = "ROLLMESH_THREADS"
 """Environment variable with the number of threads of a child that computes."""
 
 Body = dict[str, object]
+
+_FINISHES: Final[Mapping[str, Finish]] = {"stop": "stop", "length": "length"}
 
 
 def group_body(request: GroupRequest) -> Body:
@@ -45,8 +49,11 @@ def read_group(body: object) -> GroupRequest:
     fields = _mapping(body, "a request")
     samples = [_mapping(sample, "a sample") for sample in _list(fields, "samples")]
     prompt = _array(fields, "prompt", np.dtype("<u4"))
-    if not 0 < prompt.size <= limits.MAX_PROMPT_TOKENS or not 0 < len(samples) <= limits.MAX_SAMPLES_PER_GROUP:
+    max_new_tokens = _whole(fields, "max_new_tokens", limits.MAX_NEW_TOKENS + 1)
+    if not (0 < prompt.size <= limits.MAX_PROMPT_TOKENS and 0 < len(samples) <= limits.MAX_SAMPLES_PER_GROUP):
         raise _wrong(f"{prompt.size} prompt tokens and {len(samples)} samples")
+    if not max_new_tokens:
+        raise _wrong("max_new_tokens")
     return GroupRequest(
         key=_whole(fields, "key", 1 << 64),
         prompt=prompt.astype(np.uint32),
@@ -54,7 +61,7 @@ def read_group(body: object) -> GroupRequest:
             SampleRequest(index=_whole(sample, "index", 1 << 32), seed=_whole(sample, "seed", 1 << 64))
             for sample in samples
         ),
-        max_new_tokens=1 + _whole({"n": _whole(fields, "max_new_tokens", limits.MAX_NEW_TOKENS + 1) - 1}, "n", 1 << 32),
+        max_new_tokens=max_new_tokens,
         stop=frozenset(_whole({"stop": token}, "stop", 1 << 32) for token in _list(fields, "stop")),
     )
 
@@ -74,20 +81,20 @@ def rollout_body(rollout: Rollout) -> Body:
 def read_rollout(body: Body) -> Rollout:
     """Return the rollout in a body; ``ChildFailed("child.request")`` when the engine sent something else."""
     tokens, logprobs = _array(body, "tokens", np.dtype("<u4")), _array(body, "logprobs", np.dtype("<f4"))
-    finish, elapsed = body.get("finish"), body.get("elapsed_s")
-    if finish not in {"stop", "length"} or not isinstance(elapsed, float) or not 0 < tokens.size == logprobs.size:
+    finish, elapsed = _FINISHES.get(str(body.get("finish"))), body.get("elapsed_s")
+    if finish is None or not isinstance(elapsed, float) or not 0 < tokens.size == logprobs.size:
         raise _wrong("a rollout that is not one")
     return Rollout(
         key=_whole(body, "key", 1 << 64),
         index=_whole(body, "index", 1 << 32),
         tokens=tokens.astype(np.uint32),
         logprobs=logprobs.astype(np.float32),
-        finish=cast(Finish, finish),
+        finish=finish,
         elapsed_s=elapsed,
     )
 
 
-def _array(fields: Mapping[str, object], name: str, dtype: np.dtype[np.uint32] | np.dtype[np.float32]) -> NDArray[np.generic]:
+def _array(fields: Mapping[str, object], name: str, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
     value = fields.get(name)
     if not isinstance(value, bytes) or len(value) % 4:
         raise _wrong(name)

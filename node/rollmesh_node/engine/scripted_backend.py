@@ -91,8 +91,8 @@ class ScriptedBackend:
         words = sampling.philox4x32((np.arange(length), 0, 0, 0), sampling.split_seed(sample.seed))
         ordinary = np.array([token for token in range(self._vocabulary) if token not in request.stop], dtype=np.uint32)
         tokens = ordinary[words[:, 0] % len(ordinary)]
-        stops = np.flatnonzero(words[:, 1] < self._script.stop_chance * 2**32) if request.stop else np.empty(0, np.int64)
-        if stops.size:
+        stops = np.flatnonzero(words[:, 1] < self._script.stop_chance * 2**32)
+        if request.stop and stops.size:
             length = int(stops[0]) + 1
             tokens[length - 1] = min(request.stop)
         logprobs = -(words[:length, 2] / 2**32).astype(np.float32) * 4

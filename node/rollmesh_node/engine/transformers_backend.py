@@ -22,7 +22,7 @@ from rollmesh_node.engine import memory
 from rollmesh_node.engine.backend import GroupRequest, Rollout, Stats, Weights
 from rollmesh_node.engine.decoding import Decoder
 from rollmesh_peer.models.image import check_reload, copy_image_into
-from rollmesh_peer.models.loader import load_model
+from rollmesh_peer.models.loader import Arithmetic, best_device, load_model
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.layout import Layout
 
@@ -33,17 +33,21 @@ MAX_ROWS: Final = 64
 class TransformersBackend:
     """See :class:`.backend.Backend`."""
 
-    def __init__(self, *, threads: int = 0, max_rows: int = MAX_ROWS, device: str | None = None) -> None:
-        """``threads`` 0 means what torch finds; ``device`` None means CUDA or MPS where present, else the CPU."""
+    def __init__(
+        self, *, threads: int = 0, max_rows: int = 0, device: str = "auto", dtype: Arithmetic = "bfloat16"
+    ) -> None:
+        """0 threads are torch's choice, 0 rows :data:`MAX_ROWS`; device 'auto' is CUDA or MPS where present."""
         if threads:
             torch.set_num_threads(threads)
-        self._max_rows = max_rows
-        self._device = device or _best_device()
+        self._max_rows = max_rows or MAX_ROWS
+        self._device = best_device() if device == "auto" else device
+        self._dtype = dtype
         self._model: PreTrainedModel | None = None
         self._layout: Layout | None = None
         self._stats = Stats(
             notes={
                 "device": self._device,
+                "dtype": dtype,
                 "threads": str(torch.get_num_threads()),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
@@ -54,8 +58,10 @@ class TransformersBackend:
         """Build the model; see :meth:`.backend.Backend.load`."""
         started = time.perf_counter()
         self._model = None
-        memory.require(weights.layout.image_bytes, device=self._device)
-        self._model = load_model(weights.config, layout=weights.layout, image=weights.image, device=self._device)
+        memory.require(weights.layout.image_bytes * (2 if self._dtype == "float32" else 1), device=self._device)
+        self._model = load_model(
+            weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype, device=self._device
+        )
         self._layout = weights.layout
         self._loaded(started)
 
@@ -120,9 +126,3 @@ def _check(request: GroupRequest, model: PreTrainedModel) -> None:
             f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the model's {longest}",
             code="child.request",
         )
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"

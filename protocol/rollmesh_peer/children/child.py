@@ -50,14 +50,11 @@ class Pipes:
         self._lock = threading.Lock()
 
     def send(self, frame: bytes) -> None:
-        """Write a whole frame; the daemon's back-pressure blocks here. Leaves the process if nobody reads any more."""
+        """Write a whole frame; the reader's back-pressure blocks here. Raises ``BrokenPipeError`` without a reader."""
         with self._lock:
             rest = memoryview(frame)
-            try:
-                while rest:
-                    rest = rest[os.write(self._outgoing, rest) :]
-            except BrokenPipeError:
-                leave()
+            while rest:
+                rest = rest[os.write(self._outgoing, rest) :]
 
     def receive(self) -> Body | None:
         """The next frame, or None at end-of-file. Raises ``ChildFailed`` for garbage or a torn frame."""
@@ -108,8 +105,10 @@ def run_child(verbs: Mapping[str, Verb]) -> NoReturn:
             os.setsid()
     desk = _Desk(pipes, verbs)
     threading.Thread(target=desk.listen, name="rollmesh-pipe", daemon=True).start()
-    pipes.send(frames.pack(frames.READY, 0))
-    desk.work()
+    with contextlib.suppress(BrokenPipeError):
+        pipes.send(frames.pack(frames.READY, 0))
+        desk.work()
+    leave()
 
 
 class _Desk:

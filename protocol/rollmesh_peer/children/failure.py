@@ -34,13 +34,13 @@ def describe_exit(returncode: int | None) -> tuple[str, str]:
     number = -returncode
     if number == signal.SIGKILL:
         return DIED, "was killed (out of memory?)"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "unknown"
     crashes = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
     verb = "crashed" if number in crashes else "was ended"
-    return DIED, f"{verb} by signal {number} ({name}: {(signal.strsignal(number) or 'no description').lower()})"
+    try:
+        name = f" ({signal.Signals(number).name}: {(signal.strsignal(number) or '').lower()})"
+    except ValueError:  # a real-time signal, or one that this Python does not know
+        name = ""
+    return DIED, f"{verb} by signal {number}{name}"
 
 
 def quote(tail: Iterable[str]) -> str:

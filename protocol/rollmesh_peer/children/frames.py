@@ -65,7 +65,13 @@ def unpack(payload: bytes) -> Body:
         frame: object = msgpack.unpackb(payload, raw=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ChildFailed(f"the pipe does not hold msgpack: {error}", code=GARBAGE) from error
-    if not isinstance(frame, dict) or frame.get("kind") not in KINDS or not isinstance(frame.get("id"), int):
+    kind = frame.get("kind") if isinstance(frame, dict) else None
+    if (
+        not isinstance(frame, dict)
+        or not isinstance(kind, str)
+        or kind not in KINDS
+        or type(frame.get("id")) is not int
+    ):
         raise ChildFailed("the pipe holds something that is not a frame", code=GARBAGE)
     return frame
 

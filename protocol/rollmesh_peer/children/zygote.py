@@ -8,16 +8,16 @@ operator's choice, the answers are not.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Final, NoReturn
 
 from rollmesh_peer.children import confinement, frames, linux
-from rollmesh_peer.children.child import Pipes, Verb, leave, perform
+from rollmesh_peer.children.child import Pipes, Verb, perform
 from rollmesh_peer.children.confinement import AnswerLimits, Protections
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.plugins import load_environment
@@ -47,11 +47,13 @@ class Zygote:
 
     def call(self, verb: str, body: Body) -> Body:
         """The zygote's answer. Without a zygote there is no scorer: the process ends, and is started again."""
-        self._pipes.send(frames.pack(frames.CALL, 0, {"verb": verb, "body": body}))
-        answer = self._pipes.receive()
+        answer = None
+        with contextlib.suppress(BrokenPipeError):
+            self._pipes.send(frames.pack(frames.CALL, 0, {"verb": verb, "body": body}))
+            answer = self._pipes.receive()
         if answer is None:
-            sys.stderr.write("the sandbox is gone\n")
-            leave(ZYGOTE_STATUS)
+            os.write(2, b"the sandbox is gone\n")
+            os._exit(ZYGOTE_STATUS)
         if answer["kind"] == frames.ERROR:
             raise RollmeshError(str(answer.get("detail")), code=str(answer.get("code")))
         return frames.body_of(answer)

@@ -186,14 +186,15 @@ class _Libp2pMesh:
 
     async def open_stream(self, peer: str, protocol: str) -> Libp2pStream:
         """See the seam."""
-        return Libp2pStream(await self._host.open_stream(_id(peer), protocol), budget=self._budget)
+        return Libp2pStream(await self._host.open_stream(_id(peer), protocol))
 
     def subscribe(self, topic: str, *, accept: Accept) -> trio.MemoryReceiveChannel[bytes]:
         """See the seam."""
         if self._gossip is None:
             raise HostError("this peer was opened without gossip")
         subscription = Subscription(topic, accept=accept)
-        self._nursery.start_soon(self._gossip.join, subscription)
+        self._gossip.listen(subscription)
+        self._nursery.start_soon(self._gossip.subscribe, topic)
         return subscription.receive
 
     async def publish(self, topic: str, message: bytes) -> None:
@@ -212,7 +213,7 @@ class _Libp2pMesh:
 async def _accept(
     listeners: list[trio.SocketListener], accepting: trio.CancelScope, swarm: GuardedSwarm, nursery: trio.Nursery
 ) -> None:
-    """Serve connections in ``nursery`` until ``accepting`` is cancelled, which closes the listeners and no connection."""
+    """Serve connections in ``nursery`` until ``accepting`` is cancelled, which closes listeners and no connection."""
     with accepting:
         if listeners:
             await trio.serve_listeners(swarm.serve, listeners, handler_nursery=nursery)

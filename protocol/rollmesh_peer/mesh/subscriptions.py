@@ -23,25 +23,28 @@ class Subscription:
         self._oldest = self.receive.clone()
 
     def offer(self, author: str, message: bytes) -> bool:
-        """Deliver a message if the subscriber's judge takes it. False, and nothing delivered, if not."""
+        """Deliver a message if the subscriber's judge takes it. False, and nothing delivered, if not.
+
+        A subscriber that closed its channel goes on judging, so that others are served.
+        """
         try:
             if not self._accept(author, message):
                 return False
         except Exception:
             log.exception("judging a message of %s on %s failed", short(author), self.topic)
             return False
-        while True:
+        while not self._is_abandoned:
             try:
                 self._send.send_nowait(message)
             except trio.WouldBlock:
                 self._oldest.receive_nowait()
                 log.info("dropping an old message on %s: nobody reads", self.topic)
             else:
-                return True
+                break
+        return True
 
     @property
-    def is_abandoned(self) -> bool:
-        """True when the subscriber has closed its channel."""
+    def _is_abandoned(self) -> bool:
         return self.receive.statistics().open_receive_channels <= 1
 
 

@@ -52,7 +52,8 @@ def read_config(config: Json) -> PretrainedConfig:
     try:
         read = CONFIG_MAPPING[model_type].from_dict({**fields, "attention_dropout": 0.0})
     except Exception as error:  # the library raises many types for a bad config; all mean the same here
-        raise _refused(f"the config is not a valid {model_type} config: {' '.join(str(error).split())[:200]}") from error
+        why = " ".join(str(error).split())[:200]
+        raise _refused(f"the config is not a valid {model_type} config: {why}") from error
     _check_attention(read)
     return read
 

@@ -32,7 +32,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import torch
 from safetensors import safe_open
@@ -112,7 +112,7 @@ class _Stored(Mapping[str, Tensor]):
             file = self._open.enter_context(safe_open(path, framework="pt"))
             self._files.update(dict.fromkeys(file.keys(), file))
 
-    def __enter__(self) -> _Stored:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -85,7 +85,7 @@ class ModelFolder:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of bos, eos, pad and unk as the chat template may use them, e.g. ``{"eos_token": "<|im_end|>"}``."""
+        """The texts of bos, eos, pad and unk as a chat template may use them, e.g. ``{"eos_token": "<|im_end|>"}``."""
         found = {}
         for name, value in self.read_json(TOKENIZER_CONFIG).items():
             text = value.get("content") if isinstance(value, dict) else value

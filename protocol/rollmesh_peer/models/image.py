@@ -53,7 +53,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def copy_image_into(model: nn.Module, *, layout: Layout, image: Path) -> None:
-    """Copy every tensor of ``image`` into the model's own memory, on whatever device and in whatever float type that is.
+    """Copy every tensor of ``image`` into the model's own memory, whatever its device and float type.
 
     Raises ``ChildFailed("node.weights")`` when the file's length or the model's tensors do not fit the layout.
     """
@@ -110,8 +110,9 @@ def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
     expected, found = image_sums(image, layout=layout), model_sums(model, layout=layout)
     for spec, want, have in zip(layout.tensors, expected, found, strict=True):
         if want != have:
-            raise ChildFailed(f"after loading, the tensor {spec.name} does not hold the bits of the weights file",
-                              code="node.weights")
+            raise ChildFailed(
+                f"after loading, the tensor {spec.name} does not hold the bits of the weights file", code="node.weights"
+            )
 
 
 def _tensor_sums(tensor: Tensor) -> Sums:
@@ -119,7 +120,7 @@ def _tensor_sums(tensor: Tensor) -> Sums:
     if words.device.type == "cpu":
         return _sums(words.numpy().view(np.uint16))
     total, squares = 0, 0
-    for piece in words.split(_PIECE * 16):
+    for piece in torch.split(words, _PIECE * 16):
         wide = piece.long() & 0xFFFF
         total += int(wide.sum())
         squares += int((wide * wide).sum())
@@ -135,11 +136,11 @@ def _sums(words: NDArray[np.uint16]) -> Sums:
     return total % 2**64, squares % 2**64
 
 
-def _bytes_of(tensor: Tensor, spec: TensorSpec) -> NDArray[np.uint8]:
+def _bytes_of(tensor: Tensor, spec: TensorSpec) -> memoryview:
     if tuple(tensor.shape) != spec.shape:
         raise ValueError(f"the tensor {spec.name} has shape {tuple(tensor.shape)}, not {spec.shape}")
     plain = tensor.detach().to(device="cpu", dtype=TORCH_DTYPES[spec.dtype]).contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy()
+    return memoryview(plain.view(torch.uint8).numpy().data)
 
 
 @contextmanager
@@ -148,7 +149,9 @@ def _mapped(image: Path, layout: Layout) -> Iterator[Callable[[int], Tensor]]:
     with image.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != layout.image_bytes:
-            raise ChildFailed(f"the weights file has {size} bytes, the layout {layout.image_bytes}", code="node.weights")
+            raise ChildFailed(
+                f"the weights file has {size} bytes, the layout {layout.image_bytes}", code="node.weights"
+            )
         # Copy-on-write only because torch warns about read-only memory; nothing is ever written.
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
 

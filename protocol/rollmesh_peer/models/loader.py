@@ -41,13 +41,22 @@ def build_model(
     dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
     read = read_config(config)
     with torch.device("meta" if device == "meta" else "cpu"), _without_random_weights():
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             read, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     model.tie_weights()
     if device not in {"meta", "cpu"}:
-        model = model.to(device)  # device only: a dtype here would round inv_freq
-    return model.eval().requires_grad_(False)
+        model.to(device)  # type: ignore[arg-type]  # device only: a dtype here would round inv_freq
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def best_device() -> str:
+    """Return 'cuda' or 'mps' where there is one, else 'cpu'."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def layout_of_config(config: Json) -> Layout:

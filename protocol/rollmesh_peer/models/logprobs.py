@@ -35,7 +35,8 @@ def completion_logprobs(
     parts, order = [], []
     for hidden, indices in completion_states(model, prompts, completions):
         order.append(indices)
-        for piece, wanted in zip(hidden.split(chunk_tokens), tokens[indices].split(chunk_tokens), strict=True):
+        chunks = zip(torch.split(hidden, chunk_tokens), torch.split(tokens[indices], chunk_tokens), strict=True)
+        for piece, wanted in chunks:
             if torch.is_grad_enabled():
                 parts.append(checkpoint(_token_logprobs, head, piece, wanted, use_reentrant=False))
             else:
@@ -58,7 +59,7 @@ def completion_states(
 
 def output_head(model: PreTrainedModel) -> nn.Module:
     """Return the module that turns last hidden states into logits."""
-    head = model.get_output_embeddings()
+    head: object = model.get_output_embeddings()
     assert isinstance(head, nn.Module)  # every type in architecture.MODEL_TYPES has one
     return head
 
@@ -82,7 +83,7 @@ def _forward(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _token_logprobs(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
-    logits = head(hidden).float()
+    logits: Tensor = head(hidden).float()
     return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 

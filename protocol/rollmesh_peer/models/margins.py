@@ -42,9 +42,7 @@ class Recomputed:
 
 
 @torch.no_grad()
-def recompute(
-    model: PreTrainedModel, claims: Sequence[Claim], *, chunk_tokens: int = CHUNK_TOKENS
-) -> list[Recomputed]:
+def recompute(model: PreTrainedModel, claims: Sequence[Claim], *, chunk_tokens: int = CHUNK_TOKENS) -> list[Recomputed]:
     """Return the recomputation of every claim, in the given order. Claims of one prompt share its prefill."""
     completions = [claim.completion for claim in claims]
     tokens = all_tokens(completions)
@@ -54,7 +52,8 @@ def recompute(
     logprobs = np.empty(len(tokens), dtype=np.float32)
     head = output_head(model)
     for hidden, indices in completion_states(model, [claim.prompt for claim in claims], completions):
-        for piece, some in zip(hidden.split(chunk_tokens), indices.cpu().split(chunk_tokens), strict=True):
+        chunks = zip(torch.split(hidden, chunk_tokens), torch.split(indices.cpu(), chunk_tokens), strict=True)
+        for piece, some in chunks:
             logits = head(piece)
             where = some.tolist()
             chunk = [seeds[i] for i in where], [positions[i] for i in where]

@@ -50,7 +50,7 @@ class Draws:
 
 
 def draw(logits: Tensor, *, seeds: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Draw one token per row of ``logits`` [B, V] (bf16, fp16 or fp32) with seeds[b] at completion position positions[b].
+    """Draw one token per row of ``logits`` [B, V] (bf16, fp16 or fp32), with seeds[b] at position positions[b].
 
     Raises ``HostError`` when a row has no finite largest logit: the model is broken, and any token would be a lie.
     """
@@ -99,9 +99,7 @@ def _draw_rows(logits: Tensor, keys: NDArray[np.uint64]) -> Draws:
     tokens = torch.where((better > best) | ((better == best) & (more < tokens)), more, tokens)
     normalizer = largest + weights.sum(-1).log()
     chosen = values.gather(-1, tokens[:, None])[:, 0]
-    return Draws(
-        tokens=tokens, best=torch.maximum(best, better), normalizer=normalizer, logprobs=chosen - normalizer
-    )
+    return Draws(tokens=tokens, best=torch.maximum(best, better), normalizer=normalizer, logprobs=chosen - normalizer)
 
 
 def _best(values: Tensor, candidates: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -122,11 +120,16 @@ def _survivors(
 
     ``weights`` [B, V] float32; ``floor`` and ``ceiling`` [B] float32; V is a multiple of the tokens per counter.
     """
+    search = _survivors_numpy if weights.device.type == "cpu" else _survivors_torch
+    return search(weights, floor, ceiling, keys)
+
+
+def _survivors_torch(
+    weights: Tensor, floor: Tensor, ceiling: Tensor, keys: NDArray[np.uint64]
+) -> tuple[Tensor, Tensor, Tensor]:
     width = reference.TOKENS_PER_COUNTER
-    any_of_four = (weights >= floor[:, None]).view(torch.int32)
-    most = (ceiling.double() * 2.0**reference.K_BITS).clamp(max=2.0**reference.K_BITS).long()  # k <= most, or v is above
-    if weights.device.type == "cpu":
-        return _survivors_numpy(any_of_four.numpy() != 0, most.numpy().astype(np.uint64), keys)
+    any_of_four = (weights >= floor[:, None]).view(torch.int32)  # four bools in one word
+    most = (ceiling.double() * 2.0**reference.K_BITS).clamp(max=2.0**reference.K_BITS).long()  # a larger k has v above
     rows, groups = any_of_four.nonzero().unbind(1)
     position, low, high = torch.from_numpy(keys.view(np.int64)).to(rows.device)[rows].unbind(1)
     k = philox(groups, position, low, high) >> (32 - reference.K_BITS)
@@ -135,12 +138,11 @@ def _survivors(
 
 
 def _survivors_numpy(
-    wanted: NDArray[np.bool_], most: NDArray[np.uint64], keys: NDArray[np.uint64]
+    weights: Tensor, floor: Tensor, ceiling: Tensor, keys: NDArray[np.uint64]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same on a CPU, where numpy's uint64 arithmetic is 1.6 times as fast as torch's int64.
-
-    ``wanted`` [B, V / 4] names the counters.
-    """
+    """Do the same on a CPU, where numpy's uint64 arithmetic is 1.6 times as fast as torch's int64."""
+    wanted = (weights >= floor[:, None]).view(torch.int32).numpy() != 0
+    most = (ceiling.double() * 2.0**reference.K_BITS).clamp(max=2.0**reference.K_BITS).numpy().astype(np.uint64)
     flat = np.flatnonzero(wanted)
     counts = np.count_nonzero(wanted, axis=1)
     rows = np.repeat(np.arange(len(wanted)), counts)
@@ -152,7 +154,7 @@ def _survivors_numpy(
         block = slice(start, start + reference.PHILOX_BLOCK)
         zeros = np.zeros((2, len(flat[block])), dtype=np.uint64)
         position, low, high = (column[block] for column in columns)
-        words = reference.philox_columns(groups[block].astype(np.uint64), position, *zeros, low, high)
+        words = reference.philox_columns([groups[block].astype(np.uint64), position, *zeros], key=[low, high])
         for column, word in enumerate(words):
             at = np.flatnonzero(word <= bound[block])
             token = groups[block][at] * reference.TOKENS_PER_COUNTER + column

@@ -1,1 +1,1 @@
-"""Seeing the mesh: asking a learner or a daemon of one's own for its status, and showing it to a person or a program."""
+"""Seeing the mesh: asking a learner or a daemon of one's own for its status, and showing it."""

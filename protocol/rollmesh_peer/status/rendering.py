@@ -39,9 +39,9 @@ class Column:
     """Narrowest useful width; 0 when the cells may not be shortened."""
 
 
-def render(answer: StatusAnswer, *, width: int, notice: str = "") -> RenderableType:
-    """``answer`` for a terminal of ``width`` columns; ``notice`` is shown on top, for instance why it is old."""
-    parts: list[RenderableType] = [Text(notice, style="yellow"), Text()] if notice else []
+def render(answer: StatusAnswer, *, width: int) -> RenderableType:
+    """``answer`` for a terminal of ``width`` columns."""
+    parts: list[RenderableType] = []
     if answer.run is not None:
         parts += _run(answer.run, width=width)
     if answer.node is not None:
@@ -155,7 +155,9 @@ def _node(node: NodeStatus) -> list[RenderableType]:
         (f"up {duration(node.uptime_s)}", "dim"),
     )  # fmt: skip
     link = Text("connected", style="green") if node.learner_connected else Text("not connected", style="yellow")
-    held = f"version {count(node.version_held)}" if node.version_held else "the base model" if node.root_held else "none"
+    held = (
+        f"version {count(node.version_held)}" if node.version_held else "the base model" if node.root_held else "none"
+    )
     if node.head is not None and node.version_held != node.head.version:
         held += f", head is version {count(node.head.version)}"
     fetched = node.bytes_from_learner + node.bytes_from_peers

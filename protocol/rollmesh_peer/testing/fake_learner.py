@@ -1,4 +1,4 @@
-"""A small learner for tests: speaks every stream of the wire over a real mesh, trains nothing, and can be told to misbehave.
+"""A small learner for tests: speaks every stream over a real mesh, trains nothing, and misbehaves when it is told to.
 
 It keeps what a test wants to look at (leases given, results received, leases returned) in plain lists. Weights are
 published as anchors, so that no patch has to be made. An honest one refuses what a real learner would refuse at intake
@@ -18,7 +18,7 @@ import trio
 from blake3 import blake3
 
 from rollmesh_peer.mesh.announcements import Announcer, SequenceFile
-from rollmesh_peer.mesh.requests import Route, Router
+from rollmesh_peer.mesh.requests import Handle, Route, Router
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.have import HaveExchange
@@ -169,7 +169,9 @@ class FakeLearner:
         return manifest.root
 
     async def notify(self, kind: Literal["pause", "resume", "drain", "ended"], *, text: str = "") -> None:
-        """Send a notice."""
+        """Send a notice; after ``ended`` requests for work are refused too, as gossip may be lost."""
+        if kind == "ended":
+            self.script.refusal = Refused("run.ended", text)
         await self._announcer.notify(kind, text=text)
 
     # --- streams -----------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class FakeLearner:
             for protocol, request, answer, handle in table
         )
 
-    def _noting(self, handle: Callable[[str, bytes], bytes]) -> Callable[[str, bytes], trio.abc.Awaitable[bytes]]:
+    def _noting(self, handle: Callable[[str, bytes], bytes]) -> Handle:
         async def noted(peer: str, request: bytes) -> bytes:
             await trio.lowlevel.checkpoint()
             try:

@@ -31,7 +31,8 @@ SPREAD: Final = 0.12
 EMBEDDING_SPREAD: Final = 0.4
 """Of the tied embedding: logits then spread by about 3, and a token's probability depends on what came before."""
 CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _MARKERS: Final = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": TURN_START, "<|im_end|>": TURN_END}
@@ -72,7 +73,10 @@ def prepare_tiny(folder: Path, *, seed: int = 0) -> Path:
 
 def random_weights(seed: int) -> dict[str, NDArray[np.uint16]]:
     """Return the weights by name, sorted by name, as the bits of bf16."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         shapes |= {
@@ -104,7 +108,8 @@ def safetensors(weights: dict[str, NDArray[np.uint16]]) -> bytes:
         start += bits.nbytes
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + b"".join(bits.astype("<u2").tobytes() for bits in weights.values())
+    body = b"".join(bits.astype("<u2").tobytes() for bits in weights.values())
+    return len(header).to_bytes(8, "little") + header + body
 
 
 def tokenizer() -> dict[str, object]:

@@ -10,15 +10,12 @@ from collections import Counter
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import trio
 
+from rollmesh_peer.weights.offers import Bits, Offers
 from rollmesh_protocol import limits
 from rollmesh_protocol.chunks import bitmap_bytes
 from rollmesh_protocol.errors import Refused
-
-Bits = npt.NDArray[np.bool_]
-"""bool[chunks]: True for a chunk that is held."""
 
 UNKNOWN: Final = b""
 """The bitmap of somebody who does not know the manifest."""
@@ -46,9 +43,9 @@ class Board:
     def __init__(self, name: bytes) -> None:
         self.name: Final = name
         self.changed: Final = Pulse()
-        """Fires when anything here changes."""
-        self.own_serial = 0
-        """Grows whenever we hold more (or know the manifest at last)."""
+        """Fires when something changes that a fetch wants to know."""
+        self.talks: Final[set[Pulse]] = set()
+        """Those of the have streams: they fire when we hold more, and when the other side of that one does."""
         self.last_change = -float("inf")
         self.is_fetching = 0
         """Tasks of ours that work on this payload."""
@@ -56,6 +53,8 @@ class Board:
         """Have streams, either way, by peer."""
         self.retry_at: dict[str, float] = {}
         """When a peer that broke off or refused may be asked again."""
+        self.offers: Offers | None = None
+        """An origin's."""
         self._own: Bits | None = None
         self._others: dict[str, bytes] = {}
 
@@ -63,6 +62,11 @@ class Board:
     def is_known(self) -> bool:
         """True once the number of chunks is known."""
         return self._own is not None
+
+    @property
+    def chunk_count(self) -> int:
+        """0 while it is not known."""
+        return 0 if self._own is None else len(self._own)
 
     @property
     def is_complete(self) -> bool:
@@ -84,7 +88,7 @@ class Board:
 
     def own_bitmap(self) -> bytes:
         """What we tell others."""
-        return UNKNOWN if self._own is None else np.packbits(self._own, bitorder="little").tobytes()
+        return UNKNOWN if self._own is None else to_bytes(self._own)
 
     def hear(self, peer: str, bitmap: bytes) -> None:
         """What ``peer`` says it holds.
@@ -96,16 +100,23 @@ class Board:
             raise Refused("request.invalid", f"a bitmap of {len(bitmap)} bytes that does not fit the payload")
         if self._others.get(peer) != bitmap:
             self._others[peer] = bitmap
-            self._note()
+            self.note()
 
     def leave(self, peer: str) -> None:
         """``peer`` is gone."""
+        if self.offers is not None:
+            self.offers.leave(peer)
         if self._others.pop(peer, None) is not None:
-            self._note()
+            self.note()
 
     def others(self) -> dict[str, bytes]:
         """The bitmap of each peer that knows the payload; empty while we do not."""
         return {} if self._own is None else {peer: raw for peer, raw in self._others.items() if raw != UNKNOWN}
+
+    def heard_of(self, peer: str) -> Bits | None:
+        """What ``peer`` holds; None while either side does not know the payload."""
+        raw = self._others.get(peer, UNKNOWN)
+        return None if self._own is None or raw == UNKNOWN else self.bits(raw)
 
     def knowers(self) -> list[str]:
         """Peers that know the manifest, whether we do or not."""
@@ -113,34 +124,40 @@ class Board:
 
     def bits(self, bitmap: bytes) -> Bits:
         """One of :meth:`others`, unpacked."""
-        count = 0 if self._own is None else len(self._own)
-        return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").astype(np.bool_)
+        return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=self.chunk_count, bitorder="little").astype(
+            np.bool_
+        )
 
     def has_everything(self, peer: str) -> bool:
         """True when ``peer`` holds the whole payload."""
-        raw = self._others.get(peer, UNKNOWN)
-        return self._own is not None and raw != UNKNOWN and bool(self.bits(raw).all())
+        has = self.heard_of(peer)
+        return has is not None and bool(has.all())
 
     @property
     def update_every_s(self) -> float:
         """Least time between two updates: long for large bitmaps."""
-        size = 0 if self._own is None else bitmap_bytes(len(self._own))
-        return max(limits.HAVE_EVERY_S, size / limits.HAVE_BYTES_PER_S)
+        return max(limits.HAVE_EVERY_S, bitmap_bytes(self.chunk_count) / limits.HAVE_BYTES_PER_S)
 
-    def _note_own(self) -> None:
-        self.own_serial += 1
-        self._note()
-
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Something changed that a fetch wants to know."""
         self.last_change = trio.current_time()
         self.changed.fire()
 
+    def _note_own(self) -> None:
+        self.note()
+        for talk in self.talks:
+            talk.fire()
+
     def _fits(self, raw: bytes) -> bool:
-        count = 0 if self._own is None else len(self._own)
-        if len(raw) != bitmap_bytes(count):
+        if len(raw) != bitmap_bytes(self.chunk_count):
             return False
-        spare = 8 * len(raw) - count
+        spare = 8 * len(raw) - self.chunk_count
         return not spare or raw[-1] >> (8 - spare) == 0
+
+
+def to_bytes(bits: Bits) -> bytes:
+    """bool[chunks] as it travels."""
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def held_bits(held: frozenset[int], *, chunk_count: int) -> Bits:

@@ -166,19 +166,25 @@ class EdgeStore:
 
     def _make_room(self, edge: _Edge, *, on_disk: bool) -> None:
         needed = edge.disk_bytes
-        if needed <= self.quota_bytes:
-            for name in (None, *self._edges):
-                if name is not None and not self._pins[name]:
-                    log.info("the weights of version %d make room", self._edges[name].manifest.version)
-                    self._delete(name)
-                fits = self.used_bytes() + needed <= self.quota_bytes
-                if fits and (on_disk or needed <= durable.free_bytes(self.folder)):
-                    return
+        spare = [name for name in self._edges if not self._pins[name]]
+        if self._fits(needed, gained=sum(self._edges[name].disk_bytes for name in spare), on_disk=on_disk):
+            for name in spare:
+                if self._fits(needed, gained=0, on_disk=on_disk):
+                    break
+                log.info("the weights of version %d make room", self._edges[name].manifest.version)
+                self._delete(name)
+            if self._fits(needed, gained=0, on_disk=on_disk):
+                return
         raise Refused(
             "manifest.limits",
             f"a download of {needed / GIB:.2f} GiB does not fit: {self.quota_bytes / GIB:.2f} GiB are allowed for "
             f"weights, and {durable.free_bytes(self.folder) / GIB:.2f} GiB are free on the disk",
         )
+
+    def _fits(self, needed: int, *, gained: int, on_disk: bool) -> bool:
+        """True when ``needed`` bytes fit once ``gained`` bytes are deleted."""
+        has_quota = self.used_bytes() - gained + needed <= self.quota_bytes
+        return has_quota and (on_disk or needed <= durable.free_bytes(self.folder) + gained)
 
     def _delete(self, name: bytes) -> None:
         edge = self._edges.pop(name)

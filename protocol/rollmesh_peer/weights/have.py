@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 
+import numpy as np
 import trio
 
 from rollmesh_peer.mesh.requests import StreamRoute, closed_answer, opened_answer
 from rollmesh_peer.mesh.seam import Mesh, MeshStream
-from rollmesh_peer.weights.board import Board, held_bits
+from rollmesh_peer.weights.board import Board, Pulse, held_bits, to_bytes
 from rollmesh_peer.weights.edge_store import EdgeStore
+from rollmesh_peer.weights.offers import Offers
 from rollmesh_peer.weights.passes import PassBook
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
@@ -61,15 +64,24 @@ class HaveExchange:
 
     Args:
         admission: our own pass as the learner sealed it; None before we have one (and always on the learner).
+        origin: chance, for a peer that is the first to have everything: it offers chunks so that others fetch
+            different ones (:mod:`~rollmesh_peer.weights.offers`). None for a peer that just says what it holds.
     """
 
     def __init__(
-        self, mesh: Mesh, *, store: EdgeStore, passes: PassBook, admission: Callable[[], bytes | None]
+        self,
+        mesh: Mesh,
+        *,
+        store: EdgeStore,
+        passes: PassBook,
+        admission: Callable[[], bytes | None],
+        origin: Random | None = None,
     ) -> None:
         self._mesh = mesh
         self._store = store
         self._passes = passes
         self._admission = admission
+        self._origin = origin
         self._boards: dict[bytes, Board] = {}
         self._inbound: Counter[str] = Counter()
         self._nursery: trio.Nursery | None = None
@@ -94,8 +106,14 @@ class HaveExchange:
                 yield board
         finally:
             board.is_fetching -= 1
-            board.changed.fire()
+            for talk in board.talks:
+                talk.fire()
             self._drop(board)
+
+    async def notice(self, name: bytes) -> None:
+        """Something was put into the store: tell those who asked about it before."""
+        if name in self._boards:
+            await self.refresh(self._boards[name])
 
     async def refresh(self, board: Board) -> None:
         """Look up what the store holds."""
@@ -165,8 +183,8 @@ class HaveExchange:
         try:
             with trio.fail_after(limits.REQUEST_S):
                 stream = await self._mesh.open_stream(peer, HAVE)
-                told = board.own_serial
-                request = HaveRequest(admission=sealed, manifest=board.name, bitmap=board.own_bitmap())
+                told = self._bitmap_for(board, peer)
+                request = HaveRequest(admission=sealed, manifest=board.name, bitmap=told)
                 await stream.send(request.encode())
                 side = _Side(stream, answers=False)
                 board.hear(peer, await side.hear())
@@ -179,36 +197,53 @@ class HaveExchange:
             board.retry_at[peer] = trio.current_time() + _RETRY_S
             self._exit(board, peer)
 
-    async def _converse(self, board: Board, side: _Side, *, told: int | None) -> None:
+    async def _converse(self, board: Board, side: _Side, *, told: bytes | None) -> None:
         """Tell and listen until neither side needs the other any more, or one of them goes.
 
-        ``told`` is the serial of what the other side knows of us already.
+        ``told`` is the bitmap of ours that the other side knows already.
         """
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._listen, board, side, nursery.cancel_scope)
-            await self._tell(board, side, told)
-            nursery.cancel_scope.cancel()
+        pulse = Pulse()
+        board.talks.add(pulse)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen, board, side, pulse, nursery.cancel_scope)
+                await self._tell(board, side, pulse, told)
+                nursery.cancel_scope.cancel()
+        finally:
+            board.talks.discard(pulse)
 
-    async def _tell(self, board: Board, side: _Side, told: int | None) -> None:
+    async def _tell(self, board: Board, side: _Side, pulse: Pulse, told: bytes | None) -> None:
         peer = side.stream.peer
         try:
             while told is None or not await self._is_over(board, peer):
-                with trio.move_on_after(limits.HAVE_ALIVE_S):
-                    while board.own_serial == told and not self._is_served(board, peer):
-                        await board.changed.wait()
-                told = board.own_serial
-                await side.tell(board.own_bitmap())
+                with trio.move_on_after(limits.HAVE_ALIVE_S) as waiting:
+                    while self._bitmap_for(board, peer) == told and not self._is_served(board, peer):
+                        await pulse.wait()
+                if waiting.cancelled_caught and not board.is_fetching:
+                    await self.refresh(board)
+                told = self._bitmap_for(board, peer)
+                await side.tell(told)
                 await trio.sleep(board.update_every_s)
         except LinkLost as error:
             log.debug("the have stream with %s ended: %s", short(peer), error)
 
-    async def _listen(self, board: Board, side: _Side, talk: trio.CancelScope) -> None:
+    def _bitmap_for(self, board: Board, peer: str) -> bytes:
+        """What we tell ``peer``: what we hold, or, as an origin, what we would have it fetch."""
+        if self._origin is None or not board.is_complete:
+            return board.own_bitmap()
+        if board.offers is None:
+            board.offers = Offers(board.chunk_count, random=self._origin)
+        has = board.heard_of(peer)
+        return to_bytes(board.offers.update(peer, np.zeros(board.chunk_count, np.bool_) if has is None else has))
+
+    async def _listen(self, board: Board, side: _Side, pulse: Pulse, talk: trio.CancelScope) -> None:
         peer = side.stream.peer
         try:
             while True:
                 with trio.fail_after(limits.HAVE_SILENCE_S):
                     bitmap = await side.hear()
                 board.hear(peer, bitmap)
+                pulse.fire()
                 await trio.sleep(limits.HAVE_EVERY_S / 2)
         except (LinkLost, Refused, trio.TooSlowError) as error:
             log.debug("the have stream with %s ended: %s", short(peer), error)

@@ -279,8 +279,14 @@ class Keeper:
         state = await trio.to_thread.run_sync(self._lineage.read)
         if state is not None:
             self.highest = max(self.highest, state.highest)
+        trouble: HostError | None = None
         for origin in self._lineage.origins(state):
-            if not await self._try(origin):
+            try:
+                if not await self._try(origin):
+                    continue
+            except HostError as error:  # this file cannot be read, or the image cannot be written: try the next one
+                log.warning("%s", error)
+                trouble = error
                 continue
             assert self._held is not None
             if state is not None and state.root == self.root:
@@ -290,6 +296,8 @@ class Keeper:
             return
         self._lineage.set(None, ())
         log.info("no weights on disk yet" if state is None else "no weights on disk are good")
+        if trouble is not None:
+            raise trouble
 
     async def _try(self, origin: Origin) -> bool:
         """Make the image from ``origin``, as far along its patches as everything is good."""

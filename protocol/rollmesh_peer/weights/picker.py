@@ -20,11 +20,12 @@ from random import Random
 
 import numpy as np
 
-from rollmesh_peer.weights.board import Bits
+from rollmesh_peer.weights.offers import Bits
 from rollmesh_protocol import limits
 
 _MEDIAN_OF = 64
 """Recent chunks whose median time sets the deadlines."""
+_FORGET_BEST = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +52,8 @@ class _Source:
     strikes: int = 0
     timely: int = 0
     patience: float = 1.0
+    best_s: float = math.inf
+    """The shortest time in which a chunk came, slowly forgotten."""
     struck_at: float = -math.inf
     rest_until: float = -math.inf
     has_ended: bool = False
@@ -72,6 +75,7 @@ class Picker:
         """Live neighbours, without the learner, by chunk."""
         self._sources: dict[str, _Source] = {}
         self._times: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._median_s = 0.0
         self._max_window = max(limits.FIRST_WINDOW, min(limits.MAX_WINDOW, limits.MAX_WINDOW_BYTES // chunk_bytes))
         self._learner = learner
         self._random = random
@@ -169,6 +173,8 @@ class Picker:
             was_late = ask.index in source.late
             self._release(source, ask)
             self._times.append(now - ask.asked)
+            self._median_s = statistics.median(self._times)
+            self._adapt(source, now - ask.asked)
             if not was_late:
                 self._praise(source)
         if not self._missing[ask.index] or ask.index in self._writing:
@@ -255,6 +261,8 @@ class Picker:
 
     def _endgame(self, source: _Source, now: float) -> int | None:
         """The chunk that has been out the longest, of those that ``source`` could send as well."""
+        if (self._missing & (self._asked == 0)).any():
+            return None
         slow = [
             ask
             for other in self._sources.values()
@@ -285,10 +293,6 @@ class Picker:
     def _endgame_s(self) -> float:
         return max(limits.ENDGAME_S, limits.ENDGAME_MEDIANS * self._median_s)
 
-    @property
-    def _median_s(self) -> float:
-        return statistics.median(self._times) if self._times else 0.0
-
     def _out_of(self, ask: Ask) -> _Source | None:
         source = self._sources.get(ask.peer)
         return source if source is not None and source.out.get(ask.index) is ask else None
@@ -300,8 +304,15 @@ class Picker:
         else:
             self._asked[ask.index] -= 1
 
+    def _adapt(self, source: _Source, took_s: float) -> None:
+        """More asks out while they cost no waiting, fewer when they only queue at the other side."""
+        source.best_s = min(took_s, _FORGET_BEST * source.best_s)
+        if took_s <= max(limits.PROMPT_S, limits.PROMPT_BESTS * source.best_s):
+            source.window = min(source.window + 1, self._max_window)
+        elif took_s > limits.QUEUED_BESTS * source.best_s:
+            source.window = max(1, source.window - 1)
+
     def _praise(self, source: _Source) -> None:
-        source.window = min(source.window + 1, self._max_window)
         source.timely += 1
         if source.timely % limits.STRIKE_FORGIVEN_AFTER == 0:
             source.strikes = max(0, source.strikes - 1)

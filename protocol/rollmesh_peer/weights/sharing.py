@@ -28,6 +28,7 @@ class Sharing:
 
     Args:
         admission: our own sealed pass, or None before we have one; a learner never has one.
+        origin: chance, on the learner: offer different chunks to different peers.
         upload_bytes_per_s: the owner's cap on chunks sent; None for none.
     """
 
@@ -38,13 +39,14 @@ class Sharing:
         store: EdgeStore,
         passes: PassBook,
         admission: Callable[[], bytes | None] = lambda: None,
+        origin: Random | None = None,
         upload_bytes_per_s: float | None = None,
         slots: int = limits.UPLOAD_SLOTS,
     ) -> None:
         self.mesh = mesh
         self.store = store
         self.passes = passes
-        self.exchange = HaveExchange(mesh, store=store, passes=passes, admission=admission)
+        self.exchange = HaveExchange(mesh, store=store, passes=passes, admission=admission, origin=origin)
         self.seeder = Seeder(store=store, passes=passes, upload_bytes_per_s=upload_bytes_per_s, slots=slots)
 
     def routes(self) -> tuple[Route | StreamRoute, ...]:

@@ -82,6 +82,7 @@ class WeightsWorker:
         with _mapped(call.old, length=length) as old, _mapped(call.new, length=length) as new:
             payload = encode_patch(self.layout, old=old, new=new) or b""
             tensors = self._tensor_digests(new)
+        fault_point("weights.encoded")
         if payload:
             durable.write_file(Path(call.payload), payload)
         return Digests(
@@ -117,7 +118,12 @@ class WeightsWorker:
     def restore(self, body: Body) -> Body:
         """Make an image from a snapshot and a chain: quickly, and with every step verified if that does not fit."""
         call = RestoreCall.read(body)
-        _copy(Path(call.snapshot), Path(call.image), length=self.layout.image_bytes)
+        with durable.disk_errors(f"{call.snapshot} cannot be read"):
+            size = Path(call.snapshot).stat().st_size
+        if size != self.layout.image_bytes:
+            detail = f"it has {size} bytes instead of {self.layout.image_bytes}"
+            return RestoreAnswer(applied=-1, detail=detail).model_dump()
+        _copy(Path(call.snapshot), Path(call.image))
         fault_point("weights.snapshot_copied")
         with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
             try:
@@ -192,7 +198,7 @@ class WeightsWorker:
         return True
 
     def _restore_slowly(self, call: RestoreCall, reason: str) -> RestoreAnswer:
-        _copy(Path(call.snapshot), Path(call.image), length=self.layout.image_bytes)
+        _copy(Path(call.snapshot), Path(call.image))
         with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
             try:
                 self._verify(image, None, before=b"", after=call.tensors)
@@ -251,10 +257,8 @@ def _mapped(path: str, *, length: int | None = None, writable: bool = False) -> 
             mapping.close()
 
 
-def _copy(source: Path, target: Path, *, length: int) -> None:
-    with durable.disk_errors(f"{target} cannot be written"):
-        if source.stat().st_size != length:
-            raise HostError(f"{source} has {source.stat().st_size} bytes where {length} are expected")
+def _copy(source: Path, target: Path) -> None:
+    with durable.disk_errors(f"{source} cannot be copied to {target}"):
         target.unlink(missing_ok=True)  # never truncated: somebody's mapping of it would end in SIGBUS
         durable.copy_bytes(source, target)
 

@@ -100,9 +100,13 @@ async def open_workshop(layout: Layout, *, environ: Mapping[str, str] | None = N
         await child.call("open", opening.model_dump(), deadline_s=CALL_S)
 
     supervisor = Supervisor(spec, prepare)
+    failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         try:
             yield Workshop(supervisor, layout)
-        finally:
-            nursery.cancel_scope.cancel()
+        except BaseException as error:  # noqa: BLE001 - raised again below, as it is and not in a group
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure

@@ -1,12 +1,13 @@
 """The procedural data sets of the reasoning-gym package (0.1.25: 106 of them), by name and parameters.
 
-reasoning-gym is imported when an environment is made, never by a daemon. Three things about it shape this module,
+reasoning-gym is imported when an environment is made, never by a daemon. Four things about it shape this module,
 all checked by ``tests/unit/environments/test_reasoning_gym.py`` against the installed version:
 
 - Some scorers evaluate the answer as Python, which hands the scoring process to whoever wrote the answer:
   :data:`TEXT_EVALUATING`. They are refused unless the operator sets ``allow_text_evaluation``.
 - Some data sets are lists behind the scenes and end (or raise) at their ``size``; so an index is split into a chunk
   of :data:`CHUNK` items and a place in it, and each chunk has a seed of its own.
+- ``list_functions`` draws from the process's own random numbers as well: they are seeded for each item, and put back.
 - Some draw from Python sets, so that their items change with ``PYTHONHASHSEED``: prompter and scorer run with the
   same fixed value, and a question that cannot be reproduced is an error instead of a wrong reward.
 
@@ -17,6 +18,7 @@ the entry is made again where it is scored.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from typing import Final, Protocol
 
@@ -109,7 +111,13 @@ class ReasoningGym:
     def _entry(self, index: int) -> dict[str, object]:
         if index not in self._entries:
             _make_room(self._entries, KEPT_ENTRIES)
-            self._entries[index] = self._chunk(index // CHUNK)[index % CHUNK]
+            chunk = self._chunk(index // CHUNK)
+            before = random.getstate()
+            random.seed(draw(2**31, NAME, self._dataset, self._seed, "item", index))
+            try:
+                self._entries[index] = chunk[index % CHUNK]
+            finally:
+                random.setstate(before)
         return self._entries[index]
 
     def _chunk(self, number: int) -> DataSet:

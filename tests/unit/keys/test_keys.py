@@ -69,9 +69,7 @@ def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
         pass
 
 
-def test_a_key_that_others_can_read_is_mended_with_a_sentence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_others_can_read_is_mended_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = _path(tmp_path)
     create_key(path)
     path.chmod(0o644)

@@ -53,7 +53,7 @@ def run(state: State, *events: Event, now: float = 0.0) -> tuple[State, list[Act
 def ready(version: int = 1) -> State:
     """A worker whose engine has loaded the newest weights and whose first request is on its way."""
     state, actions = run(State(capacity=CAPACITY), EngineUp(), Verified(root=root_of(version), version=version))
-    state, actions = run(state, Loaded(root=root_of(version)))
+    state, _actions = run(state, Loaded(root=root_of(version)))
     assert state.asking
     return state
 
@@ -96,7 +96,7 @@ def test_a_batch_is_bounded_by_the_engine_and_the_rest_waits_in_order() -> None:
 
 
 def test_a_lease_larger_than_the_engine_still_runs_alone() -> None:
-    state, actions = run(ready(), Answered(leases=(make_lease(samples=64), make_lease())))
+    _state, actions = run(ready(), Answered(leases=(make_lease(samples=64), make_lease())))
     assert generated(actions) == [1]
 
 
@@ -122,14 +122,14 @@ def test_a_lease_for_weights_on_their_way_is_kept_a_while_and_then_returned() ->
     assert returned(actions) == {} and generated(actions) == []
     assert "version 3" in waiting_for(state, 0.0)
     assert next_tick(state) <= 25.0
-    later, actions = run(state, Ticked(), now=25.0)
+    _later, actions = run(state, Ticked(), now=25.0)
     assert returned(actions) == {"node.weights": 1}
     state, actions = run(state, Verified(root=root_of(3), version=3), Loaded(root=root_of(3)), now=10.0)
     assert generated(actions) == [1]
 
 
 def test_a_lease_of_older_weights_goes_back_at_once() -> None:
-    state, actions = run(ready(version=5), Answered(leases=(make_lease(version=4),)))
+    _state, actions = run(ready(version=5), Answered(leases=(make_lease(version=4),)))
     assert returned(actions) == {"node.weights": 1} and generated(actions) == []
 
 
@@ -296,8 +296,8 @@ def test_an_idle_worker_stops_at_once_and_returns_late_answers() -> None:
 
 def test_receiving_the_same_lease_twice_takes_it_once() -> None:
     lease = make_lease()
-    state, actions = run(ready(), Answered(leases=(lease, lease)))
-    state, more = run(state, Answered(leases=(lease,)))
+    state, _actions = run(ready(), Answered(leases=(lease, lease)))
+    state, _more = run(state, Answered(leases=(lease,)))
     assert state.leases_open == 1
 
 

@@ -41,7 +41,14 @@ def test_ages(seconds: float | None, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
-    [(0, "0 B"), (812, "812 B"), (3_249_000, "3.2 MB"), (269_000_000, "269 MB"), (999_600, "1.0 MB"), (5e13, "50.0 TB")],
+    [
+        (0, "0 B"),
+        (812, "812 B"),
+        (3_249_000, "3.2 MB"),
+        (269_000_000, "269 MB"),
+        (999_600, "1.0 MB"),
+        (5e13, "50.0 TB"),
+    ],
 )
 def test_sizes(num_bytes: float, words: str) -> None:
     assert size(num_bytes) == words

@@ -81,7 +81,7 @@ class World:
     async def learner(self, *, admits=lambda peer: True, **options):
         async with self.network.join(LEARNER.seed) as mesh:
             passes = PassBook(run=RUN, learner=LEARNER.peer, newest_version=lambda: 0, admits=admits)
-            sharing = Sharing(mesh, store=self.store("learner"), passes=passes, **options)
+            sharing = Sharing(mesh, store=self.store("learner"), passes=passes, origin=Random(0), **options)
             async with self._running(Member(mesh, sharing, None)) as member:
                 yield member
 

@@ -58,7 +58,10 @@ def nudged(layout: Layout, image: bytes, seed: int, *, share: float = 0.01) -> b
             for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
         ]
     )
-    chosen = generator.choice(inside, max(1, int(share * len(inside))), replace=False)
+    if share >= 1:
+        chosen = inside
+    else:
+        chosen = inside[np.unique(generator.integers(0, len(inside), max(1, int(share * len(inside)))))]
     words[chosen] += generator.integers(1, 4, len(chosen)).astype(np.uint16)
     return words.tobytes()
 
@@ -127,24 +130,27 @@ def sign(
     return SignedEdge(name=manifest_name(envelope), envelope=envelope, manifest=manifest, payload=payload)
 
 
-def anchor(layout: Layout, image: bytes, *, version: int) -> SignedEdge:
+def anchor(layout: Layout, image: bytes, *, version: int, chunk_bytes: int = CHUNK) -> SignedEdge:
     """The whole image as an edge."""
-    return sign(layout, version=version, parent=None, image=image, payload=image)
+    return sign(layout, version=version, parent=None, image=image, payload=image, chunk_bytes=chunk_bytes)
 
 
-def patch(layout: Layout, old: bytes, new: bytes, *, version: int) -> SignedEdge:
+def patch(layout: Layout, old: bytes, new: bytes, *, version: int, chunk_bytes: int = CHUNK) -> SignedEdge:
     """The edge between two images."""
     payload = encode_patch(layout, old=old, new=new)
     assert payload is not None
-    return sign(layout, version=version, parent=root_of(layout, old), image=new, payload=payload)
+    parent = root_of(layout, old)
+    return sign(layout, version=version, parent=parent, image=new, payload=payload, chunk_bytes=chunk_bytes)
 
 
-def versions(layout: Layout, base: bytes, *, first: int, last: int) -> tuple[list[SignedEdge], list[bytes]]:
+def versions(
+    layout: Layout, base: bytes, *, first: int, last: int, chunk_bytes: int = CHUNK
+) -> tuple[list[SignedEdge], list[bytes]]:
     """Patches for these versions, each from the image before, beginning with ``base``; and the images they make."""
     edges, images = [], [base]
     for version in range(first, last + 1):
         images.append(nudged(layout, images[-1], version))
-        edges.append(patch(layout, images[-2], images[-1], version=version))
+        edges.append(patch(layout, images[-2], images[-1], version=version, chunk_bytes=chunk_bytes))
     return edges, images[1:]
 
 

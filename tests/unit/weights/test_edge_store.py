@@ -202,6 +202,17 @@ def test_old_payloads_make_room_but_never_pinned_ones(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_nothing_is_deleted_in_vain(tmp_path: Path) -> None:
+    store = open_store(tmp_path, quota_bytes=int(2.9 * len(IMAGE)))
+    fill(store, PATCH)
+    with store.pin(ANCHOR.name):
+        fill(store, ANCHOR)
+        double = sign(MIXED, version=9, parent=bytes(32), image=NEXT, payload=bytes(2 * len(IMAGE)))
+        with pytest.raises(Refused):
+            store.add_manifest(double.name, double.envelope)
+    assert store.names() == (PATCH.name, ANCHOR.name)
+
+
 def test_retain_deletes_the_rest_but_what_is_pinned(tmp_path: Path) -> None:
     edges = [anchor(MIXED, random_image(MIXED, seed), version=seed + 1) for seed in range(3)]
     store = open_store(tmp_path)

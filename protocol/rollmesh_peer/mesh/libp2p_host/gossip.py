@@ -10,6 +10,7 @@ publisher whose sequence numbers repeat after a restart was not forwarded.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ from rollmesh_peer.mesh.rates import TokenBucket
 from rollmesh_peer.mesh.subscriptions import Subscription, nothing
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.identity import short
+
+log = logging.getLogger("rollmesh.mesh.gossip")
 
 _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
 """Neighbours to whom messages of others are passed on: the values of the GossipSub specification."""
@@ -142,10 +146,9 @@ class Gossip(Pubsub):
         self._messages: dict[tuple[ID, str], TokenBucket] = {}
 
     # --- our own side ------------------------------------------------------------------------------------------------
-    async def join(self, subscription: Subscription) -> None:
-        """Take part in the subscription's topic; instead of an earlier subscription to the same one."""
+    def listen(self, subscription: Subscription) -> None:
+        """Judge and deliver by this subscription from now on. To hear anything, :meth:`subscribe` to its topic too."""
         self._subscribers[subscription.topic] = subscription
-        await self.subscribe(subscription.topic)
 
     async def send(self, topic: str, message: bytes) -> None:
         """Publish under our own key.
@@ -156,7 +159,8 @@ class Gossip(Pubsub):
         if len(message) > limits.GOSSIP_BYTES:
             raise Refused("request.too_large", f"a gossip message has at most {limits.GOSSIP_BYTES} bytes")
         if topic not in self._subscribers:
-            await self.join(Subscription(topic, accept=nothing))
+            self.listen(Subscription(topic, accept=nothing))
+        await self.subscribe(topic)
         await self.publish(topic, message)
 
     # --- what others send --------------------------------------------------------------------------------------------
@@ -186,16 +190,14 @@ class Gossip(Pubsub):
         self.seen_messages.add(mid)
         await self.router.publish(msg_forwarder, msg)
 
-    def forget_peer(self, peer_id: ID) -> None:
-        """A peer is gone."""
-        self._rpcs.pop(peer_id, None)
-        for key in [key for key in self._messages if key[0] == peer_id]:
-            del self._messages[key]
-
     def _handle_dead_peer(self, peer_id: ID) -> None:
-        super()._handle_dead_peer(peer_id)
+        """The library's books are closed on a peer; its queue of such peers must outlive a mistake in them."""
+        try:
+            super()._handle_dead_peer(peer_id)
+        except Exception:
+            log.exception("taking %s out of gossip failed", short(str(peer_id)))
         if not self._peer_is_connected(peer_id):
-            self.forget_peer(peer_id)
+            self._forget_pace(peer_id)
 
     def _is_acceptable(self, forwarder: ID, message: rpc_pb2.Message) -> bool:
         topic = message.topicIDs[0]
@@ -215,6 +217,11 @@ class Gossip(Pubsub):
             self._report(str(forwarder), "a gossip message that its author did not sign")
             return False
         return self._subscribers[topic].offer(author, message.data)
+
+    def _forget_pace(self, peer_id: ID) -> None:
+        self._rpcs.pop(peer_id, None)
+        for key in [key for key in self._messages if key[0] == peer_id]:
+            del self._messages[key]
 
     def _pace(self, peer_id: ID) -> TokenBucket:
         pace = self._rpcs.get(peer_id)

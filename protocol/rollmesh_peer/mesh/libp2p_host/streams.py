@@ -53,9 +53,10 @@ class ReceivingBudget:
 
 
 class Libp2pStream:
-    """A :class:`~rollmesh_peer.mesh.seam.MeshStream`."""
+    """A :class:`~rollmesh_peer.mesh.seam.MeshStream`. The budget holds for streams that others opened: what we asked
+    for ourselves we can bound ourselves."""
 
-    def __init__(self, stream: INetStream, *, budget: ReceivingBudget) -> None:
+    def __init__(self, stream: INetStream, *, budget: ReceivingBudget | None = None) -> None:
         self._stream = stream
         self._budget = budget
         self.peer: Final = str(stream.muxed_conn.peer_id)
@@ -113,10 +114,12 @@ class Libp2pStream:
         try:
             while len(received) < n:
                 piece = await self._stream.read(min(n - len(received), _READ_BYTES))
-                self._budget.take(self.peer, len(piece))
+                if self._budget:
+                    self._budget.take(self.peer, len(piece))
                 received += piece
         except BaseLibp2pError as error:
             raise LinkLost(f"the stream from {self.peer} ended") from error
         finally:
-            self._budget.give_back(self.peer, len(received))
+            if self._budget:
+                self._budget.give_back(self.peer, len(received))
         return bytes(received)

@@ -1,0 +1,7 @@
+"""One thread each: other tests and processes share the cores."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
