@@ -69,8 +69,8 @@ class Book:
         self.groups: dict[int, Group] = {}
         """Live groups only, by id; in order of their first lease, because ids grow."""
         self.leases: dict[bytes, LeaseRecord] = {}
-        self.prompts: deque[Prompt] = deque()
-        """Prompts made in advance for the groups from ``next_group`` on."""
+        self.prompts: deque[Prompt | None] = deque()
+        """Prompts made in advance for the groups from ``next_group`` on; None for one that is passed over."""
         self.tally = Tally()
         self._ended: deque[bytes] = deque()
         self._rollouts: dict[RolloutKey, StoredRollout] = {}
@@ -108,8 +108,11 @@ class Book:
         new_groups = self.budget(held)
         size = self.rules.samples_per_group
         while len(offers) < groups and new_groups > 0 and samples >= size and self.prompts:
-            group = Group(self.next_group, self.prompts.popleft(), [Sample(i) for i in range(size)])
+            prompt = self.prompts.popleft()
             self.next_group += 1
+            if prompt is None:
+                continue
+            group = Group(self.next_group - 1, prompt, [Sample(i) for i in range(size)])
             self.groups[group.group_id] = group
             offers.append(Offer(group, tuple(range(size)), is_new=True))
             new_groups -= 1

@@ -194,7 +194,10 @@ class _Learner:
             book=self._book, nodes=self._nodes, ledger=ledger, on_quarantine=self._passes.revoke
         )
         self._prompts = PromptSource(
-            book=self._book, prompter=hands.prompter, ahead=PROMPTS_AHEAD_STEPS * rollouts.groups_per_step
+            book=self._book,
+            prompter=hands.prompter,
+            ahead=PROMPTS_AHEAD_STEPS * rollouts.groups_per_step,
+            most_tokens=rollouts.max_prompt_tokens,
         )
         self._scorer = Scorer(
             book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config)
@@ -213,6 +216,7 @@ class _Learner:
                 run=card.run,
                 seed_key=keys.seed_key,
                 max_new_tokens=rollouts.max_new_tokens,
+                most_groups=config.leases.groups_at_most,
                 least_duration_s=config.leases.min_duration_s,
                 most_duration_s=config.leases.max_duration_s,
             ),
@@ -340,12 +344,17 @@ class _Learner:
             versions=self._versions,
             stepper=self._stepper,
             auditor=self._auditor,
+            head_bytes=self._head_bytes,
             troubles=lambda: (
                 self._ledger.trouble, self._stepper.trouble, self._prompts.waiting_for, self._scorer.waiting_for,
                 self._auditor.waiting_for,
             ),
             children=self._hands.states,
         )  # fmt: skip
+
+    def _head_bytes(self) -> int:
+        header = self._publisher.header
+        return 0 if header is None else header.manifest_bytes + header.payload_bytes
 
     async def _rewind(self, step: int) -> None:
         """Bring book, versions and head to the checkpoint of ``step``, which the trainer has opened."""

@@ -44,6 +44,7 @@ class LeaseTerms:
     run: str
     seed_key: bytes
     max_new_tokens: int
+    most_groups: int
     least_duration_s: float
     most_duration_s: float
 
@@ -132,7 +133,8 @@ class LeaseDesk:
             return (), Wait(seconds=_WAIT_FOR_WEIGHTS_S, why=why)
         holding = self._book.outstanding(node.peer)
         size = self._book.rules.samples_per_group
-        tokens = (holding + size * asked.groups) * self._terms.max_new_tokens
+        groups = min(asked.groups, self._terms.most_groups)
+        tokens = (holding + size * groups) * self._terms.max_new_tokens
         duration_s = node.lease_duration(
             tokens=tokens, least_s=self._terms.least_duration_s, most_s=self._terms.most_duration_s
         )
@@ -140,7 +142,7 @@ class LeaseDesk:
         if allowance - holding < 1:
             why = f"{holding} samples are on their way; more come as results arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
-        offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=asked.groups, now=now)
+        offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=groups, now=now)
         if not offers:
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=self._why_no_work(held))
         statements: list[Statement] = []

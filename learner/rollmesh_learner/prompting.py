@@ -13,6 +13,7 @@ from rollmesh_learner.groups import Prompt
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.lease import TOKEN_DTYPE
 
 _log = logging.getLogger("rollmesh.learner.prompting")
 
@@ -23,10 +24,11 @@ _LOOK_S: Final = 0.1
 class PromptSource:
     """Keeps ``ahead`` prompts ready in the book, made by the prompter child."""
 
-    def __init__(self, *, book: Book, prompter: Supervisor, ahead: int) -> None:
+    def __init__(self, *, book: Book, prompter: Supervisor, ahead: int, most_tokens: int) -> None:
         self._book = book
         self._prompter = prompter
         self._ahead = ahead
+        self._most_tokens = most_tokens
         self.waiting_for = ""
 
     async def run(self) -> None:
@@ -48,13 +50,20 @@ class PromptSource:
             if first == self._book.next_group + len(self._book.prompts):  # else the book was rewound meanwhile
                 self._book.prompts.extend(prompts)
 
-    async def _make(self, first: int, count: int) -> list[Prompt]:
+    async def _make(self, first: int, count: int) -> list[Prompt | None]:
         async with self._prompter.use() as child:
             answer = await child.call("prompts", {"first": first, "count": count}, deadline_s=_PROMPTS_S)
         made = answer.get("prompts")
         if not isinstance(made, list | tuple) or len(made) != count:
             raise ChildFailed("the prompter answered with the wrong number of prompts")
-        return [_read(item) for item in made]
+        return [self._unless_too_long(first + place, _read(item)) for place, item in enumerate(made)]
+
+    def _unless_too_long(self, index: int, prompt: Prompt) -> Prompt | None:
+        tokens = len(prompt.prompt) // TOKEN_DTYPE.itemsize
+        if tokens <= self._most_tokens:
+            return prompt
+        _log.info("prompt %d is passed over: it has %d tokens, where %d are allowed", index, tokens, self._most_tokens)
+        return None
 
 
 def _read(item: Body) -> Prompt:

@@ -22,10 +22,11 @@ from typing import Final
 import trio
 
 from rollmesh_learner.published import Entry, History, Sealed, rebuild
+from rollmesh_learner.ring import Ring
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.edge_store import EdgeStore
-from rollmesh_peer.weights.worker_calls import Digests, step_of
+from rollmesh_peer.weights.worker_calls import Digests
 from rollmesh_peer.weights.workshop import Workshop
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
@@ -82,7 +83,6 @@ class Publisher:
         )
         """What chunk and manifest requests are answered from."""
         self._folder = folder
-        self._ram = ram
         self._run = run
         self._identity = identity
         self._layout = layout
@@ -92,7 +92,7 @@ class Publisher:
         self._keep_versions = max(keep_versions, ring_versions)
         self._patch_chunk_bytes = patch_chunk_bytes
         self._anchor_chunk_bytes = anchor_chunk_bytes
-        self._ring: dict[bytes, Path] = {}
+        self._ring = Ring(ram, store=self.store, workshop=workshop)
         self._pending: Prepared | None = None
         self._pins: dict[bytes, ExitStack] = {}
         self._turn = trio.Lock()
@@ -129,62 +129,12 @@ class Publisher:
         async with self._turn:
             self.history = rebuild(announced, [self._sealed(name) for name in self._complete()])
             newest = max((head.version for head in announced), default=0)
-            if newest and (self.head.version != newest or not await self._fill_ring()):
+            is_whole = self.head.version == newest
+            if newest and not (is_whole and await self._ring.fill(self.history, count=self._ring_versions)):
                 log.error("the published weights of version %d cannot be made from disk", newest)
                 self.history = History()
-                self._ring.clear()
+                self._ring.keep(())
             await self._tidy()
-
-    async def _fill_ring(self) -> bool:
-        """Make the images of the last versions: from an anchor forwards along patches, and backwards too."""
-        entries = self.history.entries
-        wanted = max(0, len(entries) - self._ring_versions)
-        for position in reversed(self.history.anchor_positions()):
-            anchor = entries[position].anchor
-            assert anchor is not None
-            start = max(position, wanted)
-            if not await self._make(start, self.store.payload_path(anchor.name), anchor.manifest.tensors, position):
-                self.history.drop_anchor(position)
-                continue
-            for index in range(start + 1, len(entries)):
-                before = entries[index - 1]
-                if not await self._make(index, self._ring[before.head.root], before.tensors or b"", index - 1):
-                    return False
-            for index in range(start - 1, wanted - 1, -1):
-                await self._make_backwards(index)
-            return True
-        return False
-
-    async def _make(self, index: int, source: Path, tensors: bytes, position: int) -> bool:
-        """The image of entry ``index`` from the file ``source`` with the image of the entry at ``position``."""
-        entries = self.history.entries
-        patches = [entry.patch for entry in entries[position + 1 : index + 1]]
-        steps = [step_of(patch.manifest, self.store.payload_path(patch.name)) for patch in patches if patch is not None]
-        root = entries[index].head.root
-        if root in self._ring:
-            return True
-        target = self._image_path(root)
-        answer = await self._workshop.restore(target, snapshot=source, tensors=tensors, steps=steps)
-        if answer.applied != len(steps):
-            log.warning("version %d cannot be made again: %s", entries[index].head.version, answer.detail)
-            target.unlink(missing_ok=True)
-            return False
-        self._ring[root] = target
-        return True
-
-    async def _make_backwards(self, index: int) -> None:
-        """The image of entry ``index`` from the next one, back along its patch. Without it some audits are not done."""
-        here, after = self.history.entries[index], self.history.entries[index + 1]
-        source = self._ring.get(after.head.root)
-        if here.head.root in self._ring or here.tensors is None or after.patch is None or source is None:
-            return
-        step = step_of(after.patch.manifest, self.store.payload_path(after.patch.name), tensors=here.tensors)
-        target = self._image_path(here.head.root)
-        answer = await self._workshop.restore(target, snapshot=source, tensors=after.tensors or b"", steps=[step])
-        if answer.applied == 1:
-            self._ring[here.head.root] = target
-        else:
-            target.unlink(missing_ok=True)
 
     # --- publishing --------------------------------------------------------------------------------------------------
     async def publish_base(self, image: Path, *, version: int, step: int = 0) -> PolicyHeader:
@@ -198,15 +148,10 @@ class Publisher:
         async with self._turn:
             found = await self._workshop.digest(image, chunk_bytes=self._anchor_chunk_bytes)
             anchor = await self._seal_anchor(found, image, version=version, step=step)
-            target = self._image_path(found.root)
-            made = await self._workshop.restore(
-                target, snapshot=self.store.payload_path(anchor.name), tensors=found.tensors, steps=[]
-            )
-            if made.applied < 0:
-                raise HostError(f"the image {image} changed while it was published")
+            await self._ring.copy(self.store.payload_path(anchor.name), found.root, tensors=found.tensors)
             fault_point("publish.manifest_durable")
             head = Head(version=version, step=step, root=found.root)
-            self._publish(Entry(head=head, patch=None, anchor=anchor), target)
+            self._publish(Entry(head=head, patch=None, anchor=anchor))
             await self._tidy()
             return anchor.header()
 
@@ -223,7 +168,8 @@ class Publisher:
         async with self._turn:
             self._give_up_pending()
             await self._maintain()
-            old = self._ring[self.head.root]
+            old = self._ring.get(self.head.root)
+            assert old is not None
             outgoing = self._folder / "outgoing.patch"
             found = await self._workshop.encode(
                 old=old, new=new_image, payload=outgoing, chunk_bytes=self._patch_chunk_bytes
@@ -249,11 +195,7 @@ class Publisher:
             patch = await self._add(manifest, outgoing)
             outgoing.unlink()
             fault_point("publish.manifest_durable")
-            image = self._image_path(found.root)
-            if found.root not in self._ring:
-                await trio.to_thread.run_sync(_move, new_image, image)
-            else:
-                new_image.unlink()
+            image = await self._ring.take(new_image, found.root)
             head = Head(version=version, step=step, root=found.root)
             entry = Entry(head=head, patch=patch, anchor=None)
             self._pending = Prepared(header=patch.header(), entry=entry, image=image)
@@ -263,7 +205,7 @@ class Publisher:
         """The ledger has it: from now on it is the head, its image is in the ring and the oldest one leaves."""
         assert prepared is self._pending
         self._pending = None
-        self._publish(prepared.entry, prepared.image)
+        self._publish(prepared.entry)
 
     async def maintain(self) -> None:
         """Write an anchor if one is due, and delete what need not be kept. Call it after each announcement.
@@ -281,16 +223,17 @@ class Publisher:
             if anchor is not None and not self.store.is_complete(anchor.name):  # found damaged when it was read
                 self.history.drop_anchor(position)
         is_due = not self.history.anchor_positions() or self.history.versions_since_anchor() >= self._anchor_every
-        if is_due and head.root in self._ring:
+        image = self._ring.get(head.root)
+        if is_due and image is not None:
             try:
-                await self._write_anchor(head)
+                await self._write_anchor(head, image)
             except (HostError, ChildFailed) as error:
                 log.warning("no anchor of version %d is written, it is tried again: %s", head.version, error)
         await self._tidy()
 
-    async def _write_anchor(self, head: Head) -> None:
+    async def _write_anchor(self, head: Head, image: Path) -> None:
         outgoing = self._folder / "outgoing.anchor"
-        await self._workshop.snapshot(self._ring[head.root], outgoing)
+        await self._workshop.snapshot(image, outgoing)
         found = await self._workshop.digest(outgoing, chunk_bytes=self._anchor_chunk_bytes)
         if found.root != head.root:
             raise HostError("the disk does not hold what was written to it")
@@ -328,12 +271,10 @@ class Publisher:
             raise HostError(f"version {manifest.version} cannot be written: {error}") from error
         return Sealed(name=name, manifest=manifest, envelope_bytes=len(envelope))
 
-    def _publish(self, entry: Entry, image: Path) -> None:
+    def _publish(self, entry: Entry) -> None:
         self.history.append(entry)
-        self._ring[entry.head.root] = image
-        kept = {entry.head.root for entry in self.history.entries[-self._ring_versions :]}
-        for root in self._ring.keys() - kept:
-            self._ring.pop(root).unlink(missing_ok=True)
+        self._ring.add(entry.head.root)
+        self._ring.keep({entry.head.root for entry in self.history.entries[-self._ring_versions :]})
 
     async def _tidy(self) -> None:
         """Delete from disk what is no part of the history any more, or never became one."""
@@ -348,8 +289,8 @@ class Publisher:
         await trio.to_thread.run_sync(self.store.retain, names)
 
     def _give_up_pending(self) -> None:
-        if self._pending is not None and self._pending.entry.head.root not in self._ring:
-            self._pending.image.unlink(missing_ok=True)
+        if self._pending is not None:
+            self._ring.give_up(self._pending.entry.head.root)
         self._pending = None
 
     def _pin(self, name: bytes) -> None:
@@ -365,16 +306,3 @@ class Publisher:
         assert manifest is not None
         assert envelope is not None
         return Sealed(name=name, manifest=manifest, envelope_bytes=len(envelope))
-
-    def _image_path(self, root: bytes) -> Path:
-        return self._ram / f"{root.hex()}.image"
-
-
-def _move(source: Path, target: Path) -> None:
-    """A new name for the file where it is in the same memory, else a copy."""
-    with durable.disk_errors(f"{target} cannot be written"):
-        try:
-            source.replace(target)
-        except OSError:
-            durable.copy_bytes(source, target)
-            source.unlink()

@@ -18,10 +18,11 @@ from rollmesh_learner.book import Book
 from rollmesh_learner.groups import StoredRollout
 from rollmesh_learner.ledger import Ledger
 from rollmesh_peer.children.confinement import AnswerLimits
+from rollmesh_peer.children.score import Score
 from rollmesh_peer.children.scoring import score
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_protocol.environments.interface import Item
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, HostError
 
 _log = logging.getLogger("rollmesh.learner.scoring")
 
@@ -79,10 +80,7 @@ class Scorer:
             if group is None:
                 continue
             item = Item.from_plain(json.loads(group.prompt.item))
-            async with self._sandbox.use() as child:
-                scores = await score(
-                    child, group.prompt.environment, item, [text for _, text in members], limits=self._limits
-                )
+            scores = await self._scores(group.prompt.environment, item, [text for _, text in members])
             statements = []
             for (rollout, _), outcome in zip(members, scores, strict=True):
                 if outcome.error:
@@ -91,9 +89,19 @@ class Scorer:
             await self._ledger.commit(*statements)
 
 
+    async def _scores(self, environment: int, item: Item, answers: list[str]) -> tuple[Score, ...]:
+        async with self._sandbox.use() as child:
+            try:
+                return await score(child, environment, item, answers, limits=self._limits)
+            except HostError as error:  # the environment does not make the item that was asked: no fault of the node
+                _log.warning("%s", error.detail)
+                return tuple(Score(0.0, error.detail) for _ in answers)
+
+
 def _by_group(rollouts: list[StoredRollout], texts: list[str]) -> Iterator[tuple[int, list[tuple[StoredRollout, str]]]]:
-    pairs = sorted(zip(rollouts, texts, strict=True), key=lambda pair: pair[0].group_id)
-    for group_id, members in groupby(pairs, key=lambda pair: pair[0].group_id):
+    """Answers to one item, of one node: those that are scored together share a process, and must trust each other."""
+    pairs = sorted(zip(rollouts, texts, strict=True), key=lambda pair: (pair[0].group_id, pair[0].node))
+    for (group_id, _), members in groupby(pairs, key=lambda pair: (pair[0].group_id, pair[0].node)):
         yield group_id, list(members)
 
 

@@ -35,6 +35,7 @@ class RunReporter:
         versions: Versions,
         stepper: Stepper,
         auditor: Auditor,
+        head_bytes: Callable[[], int],
         troubles: Callable[[], Sequence[str]],
         children: Callable[[], Sequence[str]],
     ) -> None:
@@ -48,6 +49,7 @@ class RunReporter:
         self._versions = versions
         self._stepper = stepper
         self._auditor = auditor
+        self._head_bytes = head_bytes
         self._troubles = troubles
         self._children = children
         self._started = trio.current_time()
@@ -85,6 +87,8 @@ class RunReporter:
                 software=self._software,
                 state="; ".join([*troubles, self._stepper.state])[: limits.MAX_TEXT_CHARS],
                 head=self._versions.head,
+                head_bytes=self._head_bytes(),
+                model_bytes=self._card.layout.image_bytes,
                 step=self._book.next_step,
                 steps=self._steps,
                 mean_reward=self._stepper.mean_reward,

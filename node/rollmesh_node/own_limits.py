@@ -99,6 +99,8 @@ def open_lease(sealed: bytes, *, card: RunCard, node: str, own: OwnLimits) -> Le
     ):
         if asked > most:
             raise Refused("lease.limits", f"the lease asks for {asked} {what}, where {most} are agreed")
+    if lease.duration_s < limits.MIN_LEASE_S:
+        raise Refused("lease.limits", f"the lease stands for {lease.duration_s:.3g} s only")
     if lease.swap_mode != SWAP_MODE:
         raise Refused("lease.limits", f"the lease orders weights to be changed by {lease.swap_mode!r}")
     if len({sample.index for sample in lease.samples}) != len(lease.samples):

@@ -93,6 +93,8 @@ class NodeReport:
             last_refusal=tally.last_refusal if tally is not None else "",
             bytes_from_learner=progress.bytes_from_learner if progress is not None else 0,
             bytes_from_peers=progress.bytes_from_peers if progress is not None else 0,
+            chunks_from_learner=progress.chunks_from_learner if progress is not None else 0,
+            chunks_from_peers=progress.chunks_from_peers if progress is not None else 0,
             bytes_served=weights.seeder.bytes_served if weights is not None else 0,
             neighbours=len(weights.neighbourhood.peers()) if weights is not None else 0,
             waiting_for=self.waiting_for[: limits.MAX_TEXT_CHARS],

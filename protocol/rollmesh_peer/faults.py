@@ -25,6 +25,35 @@ from typing import Final, Literal, NoReturn, cast
 
 from rollmesh_protocol.errors import UsageError
 
+POINTS: Final[dict[str, str]] = {
+    # node and learner: payloads on disk, the working copy
+    "store.chunk_written": "a chunk lies in its file and is not counted as held",
+    "store.payload_flushed": "a complete payload is flushed and has not its final name",
+    "weights.snapshot_copied": "worker: a snapshot is copied into memory, the chain not yet applied",
+    "weights.applied": "worker: a patch has changed the image, nothing is verified",
+    "weights.snapshot_written": "worker: a snapshot is written and not flushed",
+    "keeper.verified": "the image has its new root, and nothing on disk says so",
+    "keeper.written_down": "the new version is durable, and nobody has been told",
+    "keeper.snapshot_durable": "a snapshot is durable, the state still names snapshot and chain before it",
+    # learner: a version on its way out
+    "version.reserved": "its number is in the ledger",
+    "weights.encoded": "worker: the patch is in memory",
+    "publish.encoded": "the patch is in a file without a name",
+    "publish.payload_durable": "the payload has its name, there is no manifest",
+    "publish.manifest_durable": "payload and manifest are durable, nobody has heard of them",
+    "version.durable": "the ledger does not know yet that it may be announced",
+    "publish.anchor_written": "an anchor's image is on disk, its manifest is not",
+    # learner: the life of a step and of a rollout
+    "lease.committed": "a lease is in the ledger and was not sent",
+    "receipt.committed": "a result is in the ledger and its receipt was not sent",
+    "step.assigned": "the batch of a step is in the ledger, training has not begun",
+    "step.trained": "the trainer has done the step, no checkpoint holds it",
+    "step.checkpointed": "the checkpoint is durable, the ledger does not know",
+    "step.final": "the ledger knows that the checkpoint's steps are final",
+    "audit.recomputed": "auditor: the rollout is recomputed, the verdict was not told",
+}
+"""Every point of the product, and what has happened when it is passed. ``test.*`` belongs to programs of the tests."""
+
 FAULT: Final = "ROLLMESH_FAULT"
 ONCE: Final = "ROLLMESH_FAULT_ONCE"
 _MODES: Final = ("kill", "raise", "stall")

@@ -76,6 +76,8 @@ MAX_TEXT_CHARS: Final = 1024
 """A sentence in a message: a refusal's detail, what a peer waits for."""
 MAX_MODEL_CONFIG_BYTES: Final = 64 * KIB
 MAX_LEASE_S: Final = 3600.0
+MIN_LEASE_S: Final = 1.0
+"""A shorter order cannot be carried out by anybody."""
 LOGPROB_SLACK: Final = 0.001
 """A log-probability may exceed zero by this much of rounding."""
 

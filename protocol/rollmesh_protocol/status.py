@@ -48,6 +48,10 @@ class RunStatus(Record):
     state: Sentence
     """What the learner is doing, or what it waits for."""
     head: Head
+    head_bytes: int = Field(ge=0)
+    """What a node that holds the version before fetches for the head: manifest and payload."""
+    model_bytes: int = Field(ge=0)
+    """The whole weights, to compare with."""
     step: int = Field(ge=0)
     steps: int = Field(ge=0)
     mean_reward: float | None
@@ -89,6 +93,8 @@ class NodeStatus(Record):
     last_refusal: Sentence
     bytes_from_learner: int = Field(ge=0)
     bytes_from_peers: int = Field(ge=0)
+    chunks_from_learner: int = Field(ge=0)
+    chunks_from_peers: int = Field(ge=0)
     bytes_served: int = Field(ge=0)
     neighbours: int = Field(ge=0)
     waiting_for: Sentence

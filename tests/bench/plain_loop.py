@@ -161,11 +161,9 @@ def main() -> None:
         seconds.generate.append(sampled - started)
         seconds.train.append(ended - sampled)
         rewards.append(float(batch.rewards.mean()))
-        print(
-            f"step {step:3d}  reward {rewards[-1]:.3f}  tokens {int(batch.real.sum()):4d}  "
-            f"generate {seconds.generate[-1]:.2f} s  train {seconds.train[-1]:.2f} s{'' if updated else '  (no update)'}",
-            flush=True,
-        )
+        times = f"generate {seconds.generate[-1]:.2f} s  train {seconds.train[-1]:.2f} s"
+        note = "" if updated else "  (no group with variance, no update)"
+        print(f"step {step:3d}  reward {rewards[-1]:.3f}  {times}{note}", flush=True)
     last = slice(1, None) if chosen.steps > 1 else slice(None)  # the first step pays for warming up
     generate, training = statistics.mean(seconds.generate[last]), statistics.mean(seconds.train[last])
     print(

@@ -163,6 +163,9 @@ def start_node(home: Path, join: str, *, script: dict | None = None, settings: t
     node = NodeProcess(home=home, process=process, log_path=log_path)
     try:
         yield node
+    except BaseException as error:
+        error.add_note("the node's log:\n" + "\n".join(node.log.splitlines()[-60:]))
+        raise
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

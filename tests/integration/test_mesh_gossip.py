@@ -85,7 +85,7 @@ async def test_a_stranger_is_neither_heard_nor_passed_on():
 
 
 async def test_a_genuine_message_that_a_stranger_repeats_is_dropped_and_does_not_shadow_the_original():
-    """The stranger is first with the learner's words. Ids by content alone would then drop the learner's own copy."""
+    """The stranger is first with the learner's words, which must not make the learner's own a repetition."""
     async with line(3) as (learner, middle, far), stock_host() as stranger:
         at_middle, at_far = listen_to(learner.peer_id, middle, far)
         await trio.sleep(0.5)
@@ -167,6 +167,16 @@ async def test_an_oversized_rpc_is_not_read_and_gossip_goes_on():
         stream = await begin(await attack(stranger, middle.addresses[0]), MESHSUB)  # the connection itself lives
         await learner.publish(TOPIC, b"policy 1")
         assert await drain(heard) == [b"policy 1"]
+
+
+async def test_an_oversized_message_is_dropped_by_whoever_gets_it():
+    async with listening(1) as mesh, stock_host() as stranger:
+        heard = mesh.subscribe(TOPIC, accept=lambda _author, _message: True)
+        await trio.sleep(0.2)
+        stream = await begin(await attack(stranger, mesh.addresses[0]), MESHSUB)
+        for size in (limits.GOSSIP_BYTES + 1, limits.GOSSIP_BYTES):
+            await publish_raw(stream, signed(stranger, bytes(size)))
+        assert [len(message) for message in await drain(heard)] == [limits.GOSSIP_BYTES]
 
 
 async def test_an_iwant_that_repeats_an_id_is_answered_once():

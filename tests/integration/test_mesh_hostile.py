@@ -218,6 +218,23 @@ async def test_row_3_a_peer_that_ignores_flow_control_is_cut_off_and_takes_no_me
         assert (await child.ask("links"))["links"] == []
 
 
+async def test_row_3_a_window_is_held_to_the_byte():
+    async with victim() as mesh, stock_host() as host:
+        mesh.serve("/rollmesh/1/hold", lambda _stream: trio.sleep(5))
+        connection = await attack(host, mesh.addresses[0])
+        stream = await begin(connection, "/rollmesh/1/hold")
+        spent = len(encode_delim(b"/multistream/1.0.0") + encode_delim(b"/rollmesh/1/hold"))
+        rest = limits.STREAM_WINDOW_BYTES - spent
+        while rest:
+            size = min(rest, 60_000)
+            await connection._write_frame(frame(DATA, 0, stream.stream_id, size) + bytes(size))
+            rest -= size
+        await trio.sleep(0.1)
+        assert not connection.is_closed
+        await connection._write_frame(frame(DATA, 0, stream.stream_id, 1) + b"x")
+        assert await is_closed(connection)
+
+
 async def test_row_3_many_streams_share_one_bound():
     """Each stream keeps to its window, and all together would take 16 MiB."""
     async with mesh_process(1) as child:
@@ -273,13 +290,22 @@ async def test_streams_without_number_are_refused_one_by_one():
         assert await is_closed(connection)
 
 
-async def test_a_stranger_sends_little_before_its_handshake():
-    """The library's negotiation reads as much as it is told to."""
+@pytest.mark.parametrize(
+    "endless",
+    [
+        encode_uvarint(1 << 40) + bytes(100 << 20),
+        encode_delim(b"/multistream/1.0.0") + encode_delim(b"/nothing") * 2_000_000,
+        encode_delim(b"/multistream/1.0.0") + encode_delim(b"/noise") + b"\x00\x00" * 20_000_000,
+    ],
+    ids=["one long name", "names without end", "empty handshake messages"],
+)
+async def test_a_stranger_sends_little_before_its_handshake(endless):
+    """The library's negotiation reads as much as it is told to, and as often."""
     async with victim() as mesh:
         endpoint = parse_peer_address(mesh.addresses[0]).endpoint
         tcp = await trio.open_tcp_stream(endpoint.host, endpoint.port)
         with pytest.raises(trio.BrokenResourceError), trio.fail_after(5):
-            await tcp.send_all(encode_uvarint(1 << 40) + bytes(100 << 20))
+            await tcp.send_all(endless)
 
 
 @pytest.mark.parametrize("kind", [{"plaintext": True}, {"mplex": True}])
@@ -316,8 +342,9 @@ async def test_a_stock_host_is_served_and_can_be_dialled():
 async def test_row_11_a_frame_in_many_small_pieces_arrives():
     async with victim() as mesh, stock_host() as host:
         stream = await begin(await attack(host, mesh.addresses[0]), ECHO)
-        for byte in (300).to_bytes(4, "big") + bytes(300):
+        for byte in (150).to_bytes(4, "big") + bytes(150):
             await stream.write(bytes([byte]))
+            await trio.sleep(0.002)
         answer = b""
-        while len(answer) < 304:
+        while len(answer) < 154:
             answer += await stream.read(1000)

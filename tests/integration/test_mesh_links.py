@@ -315,11 +315,11 @@ async def test_row_9_nothing_of_a_mesh_stays_in_the_process():
 
 async def test_row_9_closing_takes_no_time_with_many_links():
     async with AsyncExitStack() as stack:
-        others = [await stack.enter_async_context(dialling(number, gossip=False)) for number in range(2, 14)]
+        others = [await stack.enter_async_context(dialling(number, gossip=False)) for number in range(2, 22)]
         async with listening(1) as mesh:
             for other in others:
                 await other.connect(mesh.addresses[0])
-            await eventually(lambda: len(mesh.links()) == 12)
+            await eventually(lambda: len(mesh.links()) == 20)
             started = trio.current_time()
         assert trio.current_time() - started < 1.5
 

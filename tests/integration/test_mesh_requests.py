@@ -7,10 +7,12 @@ import logging
 import pytest
 import trio
 
+from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.mesh.requests import Route, Router, StreamRoute, ask, closed_answer, opened_answer
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
-from tests.support.mesh_worlds import WORLDS, eventually
+from tests.support.mesh_hostile import attack, begin, stock_host
+from tests.support.mesh_worlds import WORLDS, eventually, seed
 
 DOUBLE = "/rollmesh/1/double"
 
@@ -147,6 +149,22 @@ async def test_row_12_a_refusal_before_the_request_is_through_reaches_the_client
         assert refusal.code == "request.too_large"
         assert "1000 are allowed" in refusal.detail
     assert await asks(bytes(10)) == bytes(20)
+
+
+async def test_row_12_a_refused_stream_is_not_torn_from_under_a_client_that_still_writes(monkeypatch):
+    """Other implementations drop what they have not read when a stream is reset: the refusal would be lost."""
+    monkeypatch.setattr(limits, "LINGER_S", 0.5)
+    options = HostOptions(key_seed=seed(1), listen=("/ip4/127.0.0.1/tcp/0",))
+    async with open_mesh(options) as mesh, stock_host() as host:
+        Router().register(mesh, route(request_bytes=1000))
+        stream = await begin(await attack(host, mesh.addresses[0]), DOUBLE)
+        await stream.write((1 << 24).to_bytes(4, "big") + bytes(100_000))
+        refusal = await stream.read(1000)
+        assert b"request.too_large" in refusal
+        await stream.write(bytes(50_000))
+        await trio.sleep(0.2)
+        assert not stream.reset_received
+        await eventually(lambda: stream.reset_received, within=2)
 
 
 async def test_a_protocol_that_nobody_serves(asking):

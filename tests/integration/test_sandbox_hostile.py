@@ -473,7 +473,7 @@ def test_errors_are_short_printable_words(outcome: dict[str, list[object]]) -> N
     assert str(outcome["raise_error"][1]).startswith("ValueError: a scorer that does not like this answer")
     assert "0.0" not in str(outcome["nan"][1]) and "not a number" in str(outcome["nan"][1])
     assert "not in [0, 1]" in str(outcome["too_much"][1])
-    assert "CPU" in str(outcome["loop"][1])
+    assert "CPU" in str(outcome["loop"][1]) or "no reward within" in str(outcome["loop"][1])  # on a busy machine
     assert "no reward within" in str(outcome["wait_for_ever"][1])
     assert "MemoryError" in str(outcome["allocate"][1])
 

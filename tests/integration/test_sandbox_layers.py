@@ -178,8 +178,26 @@ assert resource.getrlimit(resource.RLIMIT_CPU) == (2, 2)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
 def test_other_user_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    outcome = tried("confinement._become_nobody()", tmp_path)
+    # This test's Python may lie in a private home, which is what the layer refuses: point it at a public folder.
+    layer = "confinement.sysconfig.get_path = lambda name: '/usr/lib'\nconfinement._become_nobody()"
+    outcome = tried(layer, tmp_path)
     assert not any(outcome[name] for name in ("write", "read", "grow_file", "see_host"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_other_user_is_refused_where_it_could_not_import(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    layer = f"""
+confinement.sysconfig.get_path = lambda name: {str(tmp_path)!r}
+try:
+    confinement._become_nobody()
+except OSError as error:
+    assert "closed to others" in str(error)
+else:
+    raise AssertionError
+assert os.getresuid() == (0, 0, 0)
+"""
+    tried(layer, tmp_path)
 
 
 def test_probe_finds_what_is_open_and_nothing_when_all_is_closed(tmp_path: Path) -> None:

@@ -113,6 +113,25 @@ async def test_wrong_configs_are_told_and_the_child_lives_on() -> None:
         assert await score(child, 0, item, []) == ()
 
 
+WARM = """
+from rollmesh_protocol.environments.addition import Addition
+class Cold(Addition):
+    def warm(self, item):
+        raise ValueError("this item cannot be made")
+def make(parameters, /, *, seed):
+    return Cold(low=1, high=2, seed=seed)
+"""
+
+
+async def test_an_item_that_cannot_be_prepared_is_data(tmp_path: Path) -> None:
+    (tmp_path / "cold.py").write_text(WARM)
+    async with open_child(scorer_spec(python_path=[tmp_path])) as child:
+        await open_scorer(child, [EnvironmentChoice(name="cold:make")], seed=1)
+        scores = await score(child, 0, Item("?", {"answer": 1}), ["1", "2"])
+        assert [one.reward for one in scores] == [0.0, 0.0]
+        assert all("ValueError: this item cannot be made" in str(one.error) for one in scores)
+
+
 def children_of(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():

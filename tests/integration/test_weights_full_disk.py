@@ -13,7 +13,9 @@ import pytest
 from tests.integration.weights_programs import pack
 
 ROOT = Path(__file__).parents[2]
-MOUNT = 'mount -t tmpfs -o size=16m,mode=700 none "$0/disk" && exec "$1" -m tests.integration.weights_programs full "$0"'
+MOUNT = (
+    'mount -t tmpfs -o size=16m,mode=700 none "$0/disk" && exec "$1" -m tests.integration.weights_programs full "$0"'
+)
 
 
 def can_mount() -> bool:

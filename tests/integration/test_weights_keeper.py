@@ -140,7 +140,7 @@ async def test_from_nothing_an_anchor_will_do(bench: Bench) -> None:
 
 
 async def test_a_base_with_other_bits_is_refused(bench: Bench) -> None:
-    async with bench.opened() as (keeper, store):
+    async with bench.opened() as (keeper, _):
         with pytest.raises(Refused) as caught:
             await keeper.adopt_base(bench.base(IMAGES[0]), expected_root=root_of(MIXED, BASE))
         assert caught.value.code == "patch.root"
@@ -281,7 +281,7 @@ def damage(path: Path) -> None:
         file.write(bytes([byte[0] ^ 0xFF]))
 
 
-# --- what is broken on disk at a restart -------------------------------------------------------------------------------
+# --- what is broken on disk at a restart -----------------------------------------------------------------------------
 async def filled(bench: Bench, *edges: SignedEdge) -> None:
     async with bench.opened() as (keeper, store):
         await keeper.adopt_base(bench.base())
@@ -318,7 +318,7 @@ async def test_a_missing_patch_cuts_the_chain(bench: Bench) -> None:
 async def test_a_truncated_patch_cuts_the_chain(bench: Bench) -> None:
     await filled(bench, *EDGES[:3])
     os.truncate(bench.folder / "edges" / f"{EDGES[2].name.hex()}.payload", 50)
-    async with bench.opened() as (keeper, store):
+    async with bench.opened() as (keeper, _):
         await holds(keeper, IMAGES[1], version=3)
 
 
@@ -358,7 +358,7 @@ async def test_a_broken_state_file_is_no_state_at_all(bench: Bench, content: byt
 async def test_the_state_of_another_model_is_not_taken(bench: Bench) -> None:
     await filled(bench, *EDGES[:2])
     bench.layout = sized(1)
-    async with bench.opened() as (keeper, store):
+    async with bench.opened() as (keeper, _):
         assert keeper.root is None
 
 
@@ -449,6 +449,7 @@ async def test_a_worker_killed_between_patches_costs_nothing(bench: Bench, tmp_p
         await holds(keeper, IMAGES[2], version=4)
 
 
+@pytest.mark.slow
 async def test_a_worker_killed_at_random_moments_never_leaves_wrong_weights(tmp_path: Path) -> None:
     """Patch after patch, while the worker is killed at moments spread over the time that a patch takes."""
     layout = sized(16)
@@ -501,6 +502,7 @@ async def test_a_worker_killed_in_a_snapshot_costs_only_the_snapshot(
         await holds(keeper, IMAGES[2], version=4)
 
 
+@pytest.mark.slow
 async def test_two_hundred_patches_in_a_row_are_bit_identical(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     bench.policy = SnapshotPolicy(chain_patches=64)

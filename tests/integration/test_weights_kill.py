@@ -29,7 +29,11 @@ def start(*words: object, fault: str = "") -> subprocess.Popen[str]:
     if fault:
         environ[faults.FAULT] = fault
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.weights_programs", *map(str, words)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.integration.weights_programs", *map(str, words)],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -56,9 +60,7 @@ def check_learner(folder: Path) -> None:
     images = [BASE]
     for head in heads[1:]:
         images.append(nudged(LAYOUT, images[-1], head.version))
-    store = EdgeStore(
-        folder / "published" / "edges", run=RUN, learner=LEARNER.peer, layout=LAYOUT, quota_bytes=1 << 40
-    )
+    store = EdgeStore(folder / "published" / "edges", run=RUN, learner=LEARNER.peer, layout=LAYOUT, quota_bytes=1 << 40)
     history = rebuild(heads, [sealed_of(store, name) for name in store.names() if store.is_complete(name)])
     for held, image in (*zip(heads, images, strict=True), (None, b"")):
         root = None if held is None else held.root

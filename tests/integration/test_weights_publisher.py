@@ -296,5 +296,3 @@ async def test_a_full_disk_keeps_the_head_and_the_image(run: Run, monkeypatch: p
         assert (run.folder / "trained.image").read_bytes() == image
         await run.publish(publisher, image)
         check(publisher, run, versions=2)
-
-

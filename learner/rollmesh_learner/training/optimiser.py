@@ -42,9 +42,7 @@ class MasterOptimiser:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(True)
             self.masters[name].grad = torch.zeros_like(self.masters[name])
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _Adder(_gradient(self.masters[name]))
-            )
+            parameter.register_post_accumulate_grad_hook(_Adder(_gradient(self.masters[name])))
 
     def clear(self) -> None:
         """Forget the gradients of a step that was not made."""
@@ -60,7 +58,8 @@ class MasterOptimiser:
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm):
             if norm > self._settings.max_gradient_norm:
-                torch._foreach_mul_(gradients, self._settings.max_gradient_norm / norm)
+                for gradient in gradients:
+                    gradient.mul_(self._settings.max_gradient_norm / norm)
             self.updates += 1
             self._adam.param_groups[0]["lr"] = self._settings.lr_at(self.updates)
             self._adam.step()

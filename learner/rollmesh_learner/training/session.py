@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from rollmesh_learner.training import checkpoint
 from rollmesh_learner.training.batch import RolloutRecord, open_rollout
 from rollmesh_learner.training.checks import LogprobLimits
+from rollmesh_learner.training.figures import StepReport
 from rollmesh_learner.training.optimiser import MasterOptimiser
 from rollmesh_learner.training.settings import TrainingSettings
-from rollmesh_learner.training.step import PolicyTrainer, StepReport
+from rollmesh_learner.training.step import PolicyTrainer
 from rollmesh_peer.models.folder import ModelFolder
 from rollmesh_peer.models.image import layout_of, weights_of, write_image
 from rollmesh_peer.models.loader import build_model

@@ -85,7 +85,7 @@ class Host:
 
     def _ready(self) -> Backend:
         if self._backend is None:
-            raise ChildFailed("the engine has no weights", code="node.weights")
+            raise ChildFailed("the engine has no weights", code="child.weights")
         return self._backend
 
     def _make(self, body: Body) -> Backend:

@@ -30,7 +30,6 @@ def require(weights_bytes: int, *, device: str) -> None:
         raise HostError(
             f"the model needs {weights_bytes / 1e9:.1f} GB and {RUNTIME_BYTES / 1e9:.1f} GB to run, "
             f"and {free / 1e9:.1f} GB are free on {device}: out of memory",
-            code="node.engine",
         )
 
 

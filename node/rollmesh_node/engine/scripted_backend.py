@@ -55,7 +55,7 @@ class ScriptedBackend:
         """Check that the file is there; see :meth:`.backend.Backend.swap`."""
         time.sleep(self._script.load_s)
         if not image.exists():
-            raise ChildFailed(f"there is no weights file at {image}", code="node.weights")
+            raise ChildFailed(f"there is no weights file at {image}", code="child.weights")
         self._stats.loads += 1
         self._stats.load_s = self._script.load_s
 
@@ -63,12 +63,12 @@ class ScriptedBackend:
         """Yield rollouts in the order of the requests; see :meth:`.backend.Backend.generate`."""
         began = time.perf_counter()
         if not self._vocabulary:
-            raise ChildFailed("the engine has no weights", code="node.weights")
+            raise ChildFailed("the engine has no weights", code="child.weights")
         for request in requests:
             self._stats.prompt_tokens += len(request.prompt)
             for sample in request.samples:
                 if self._stats.rollouts == self._script.fail_after:
-                    raise ChildFailed("the scripted engine fails here", code="node.engine")
+                    raise ChildFailed("the scripted engine fails here", code="engine.scripted")
                 time.sleep(self._script.rollout_s)
                 tokens, logprobs = self._completion(request, sample)
                 self._stats.rollouts += 1

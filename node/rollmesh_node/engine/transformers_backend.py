@@ -70,7 +70,7 @@ class TransformersBackend:
         started = time.perf_counter()
         model, layout = self._model, self._layout
         if model is None or layout is None:
-            raise ChildFailed("the engine has no weights to swap", code="node.weights")
+            raise ChildFailed("the engine has no weights to swap", code="child.weights")
         self._model = None  # until the check has passed: half-copied weights must not generate
         copy_image_into(model, layout=layout, image=image)
         check_reload(model, layout=layout, image=image)
@@ -81,7 +81,7 @@ class TransformersBackend:
         """Decode in batches of similar prompt length; see :meth:`.backend.Backend.generate`."""
         began = time.perf_counter()
         if self._model is None:
-            raise ChildFailed("the engine has no weights", code="node.weights")
+            raise ChildFailed("the engine has no weights", code="child.weights")
         for request in requests:
             _check(request, self._model)
         for batch in self._batches(requests):

@@ -16,8 +16,10 @@ root or not, container or not, old kernel or not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -25,6 +27,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+if os.name == "posix":
+    import resource  # here, because a confined process may not be able to read Python's folders any more
 
 from rollmesh_peer.children import landlock, linux, seccomp
 from rollmesh_protocol.errors import UsageError
@@ -56,7 +61,7 @@ class Protections:
         """Run one layer's set-up and note how it went."""
         try:
             action()
-        except (OSError, ValueError) as error:
+        except (AttributeError, OSError, ValueError) as error:  # elsewhere than on Linux, some calls do not exist
             self.missing[name] = str(error)
             return False
         self.active.append(name)
@@ -154,7 +159,6 @@ def memory_in_use_bytes() -> int:
 
 def probe(result_descriptor: int) -> list[str]:
     """Try to get out of a sandbox, in harmless ways; returns the names of the attempts that worked."""
-    import resource
 
     def start_a_process() -> None:
         if os.fork() == 0:
@@ -222,22 +226,25 @@ def _build_root(readable: Iterable[str]) -> None:
 
 
 def _become_nobody() -> None:
+    for folder in (sysconfig.get_path(name) for name in ("stdlib", "purelib")):
+        for path in (Path(folder), *Path(folder).parents):
+            if not path.stat().st_mode & stat.S_IXOTH:
+                raise OSError(errno.EACCES, f"{path} is closed to others, and environments import from below it")
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def _limit(limits: AnswerLimits, address_space_bytes: int) -> None:
-    import resource
-
     wanted = {
         resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_AS: address_space_bytes + limits.memory_bytes,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
         resource.RLIMIT_NPROC: 0,
         resource.RLIMIT_CORE: 0,
     }
+    if address_space_bytes:
+        wanted[resource.RLIMIT_AS] = address_space_bytes + limits.memory_bytes
     for kind, value in wanted.items():
         hard = resource.getrlimit(kind)[1]
         least = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -115,6 +115,8 @@ class Child:
     async def call(self, verb: str, body: Mapping[str, object], *, deadline_s: float) -> Body:
         """The answer of ``verb``. ``deadline_s`` counts from this call's turn; a child that misses it is killed.
 
+        The wait for the turn is bounded by the deadlines of the calls before it.
+
         Raises ``ChildFailed`` when the child died, hung or failed, and the child's own ``RollmeshError`` rebuilt.
         """
         async with self._turn_of(verb, body, patience_s=deadline_s) as job:

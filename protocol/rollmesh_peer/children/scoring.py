@@ -1,8 +1,8 @@
 """The daemon's view of the scoring child: how to start it, open it and have answers scored.
 
-The invariant: scoring never fails because of an answer. ``score`` raises only when the child itself is gone or the
-environment cannot make the item; every answer gets a reward in [0, 1], and a reason where the reward is 0 because
-scoring it failed. The daemon never imports an environment.
+The invariant: scoring never fails because of an answer. ``score`` raises ``ChildFailed`` when the child is gone, and
+``HostError`` when an environment says that this machine makes other items than the prompter. Every answer gets a reward
+in [0, 1], and a reason where the reward is 0 because scoring it failed. The daemon never imports an environment.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ async def score(
     *,
     limits: AnswerLimits = AnswerLimits(),  # noqa: B008 - frozen
 ) -> tuple[Score, ...]:
-    """The scores of ``answers`` to one item, in order. ``environment`` counts in the choices given to the scorer."""
+    """The scores of ``answers`` to one item, in order. ``environment`` counts in the choices given to the scorer.
+
+    Answers of one call share processes, so a call should hold the answers of one sender.
+    """
     body = {"environment": environment, "item": item.to_plain(), "answers": list(answers)}
     answer = await child.call("score", body, deadline_s=SLACK_S + len(answers) * (limits.wall_s + 1.0))
     rewards, errors = answer.get("rewards"), answer.get("errors")

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from typing import Final, NoReturn
 
 from rollmesh_peer.children import confinement, frames, linux
-from rollmesh_peer.children.child import Pipes, Verb, perform
+from rollmesh_peer.children.child import Pipes, Verb, describe, perform
 from rollmesh_peer.children.confinement import AnswerLimits, Protections
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.plugins import load_environment
 from rollmesh_peer.children.sandbox import Sandbox
+from rollmesh_peer.children.score import ERROR_CHARS, Score
 from rollmesh_protocol.environments.interface import Environment, Item
 from rollmesh_protocol.errors import ChildFailed, RollmeshError
 
@@ -122,12 +123,26 @@ class _ZygoteDesk:
             raise ChildFailed("score needs the number of an environment, an item and answers")
         environment, item = self._environments[number], Item.from_plain(body.get("item"))
         start = time.perf_counter()
-        warm = getattr(environment, "warm", None)
-        if warm is not None:
-            warm(item)
-        scores = sandbox.score(environment, item, [str(answer) for answer in answers])
+        reason = _warm(environment, item)
+        if reason:
+            scores = [Score(0.0, reason)] * len(answers)
+        else:
+            scores = sandbox.score(environment, item, [str(answer) for answer in answers])
         seconds = time.perf_counter() - start
         return {"rewards": [s.reward for s in scores], "errors": [s.error for s in scores], "seconds": seconds}
+
+
+def _warm(environment: Environment, item: Item) -> str:
+    """Let the environment prepare the item; why it cannot, in short. A ``RollmeshError`` goes on to the daemon."""
+    warm = getattr(environment, "warm", None)
+    try:
+        if warm is not None:
+            warm(item)
+    except RollmeshError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a bad item is data, not a crash
+        return f"score failed: the item cannot be prepared: {describe(error)}"[:ERROR_CHARS]
+    return ""
 
 
 def _no_stream(_call_id: int, _items: Iterator[Body]) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import trio
 
 from rollmesh_peer.mesh.seam import Mesh
-from rollmesh_peer.weights.durable import write_file
+from rollmesh_peer.weights.durable import disk_errors, write_file
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope, Kind, seal
 from rollmesh_protocol.errors import HostError, Refused
@@ -49,11 +49,16 @@ class SequenceFile:
             raise HostError(f"{path} does not hold a sequence number: {error}") from error
 
     def advance(self, sequence: int) -> bool:
-        """Write a higher ``sequence`` down; False, and nothing done, for any other. Blocks on the disk."""
+        """Write a higher ``sequence`` down; False, and nothing done, for any other. Blocks on the disk.
+
+        HostError when the disk fails: then it holds until this process ends.
+        """
         if sequence <= self.highest:
             return False
-        write_file(self._path, str(sequence).encode())
         self.highest = sequence
+        with disk_errors(f"{self._path.name} cannot be written"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._path, str(sequence).encode())
         return True
 
 
@@ -133,9 +138,14 @@ class Bulletin:
     async def _hear_notices(self) -> None:
         async for message in self._notice:
             notice = self._opened_notice(message)
-            if notice is not None and await trio.to_thread.run_sync(self._sequence.advance, notice.sequence):
-                log.info("notice %d from the learner: %s %s", notice.sequence, notice.kind, notice.text)
-                self._on_notice(notice)
+            if notice is None:
+                continue
+            try:
+                await trio.to_thread.run_sync(self._sequence.advance, notice.sequence)
+            except HostError as error:
+                log.warning("a notice is obeyed, but not written down: %s", error)
+            log.info("notice %d from the learner: %s %s", notice.sequence, notice.kind, notice.text)
+            self._on_notice(notice)
 
     def _is_from_learner(self, author: str, message: bytes) -> bool:
         """Authorship of the gossip message itself: a stranger could publish a genuine envelope again and again."""

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
@@ -109,7 +109,10 @@ class _Stored(Mapping[str, Tensor]):
         self._open = contextlib.ExitStack()
         self._files = {}
         for path in sorted(folder.glob("*.safetensors")):
-            file = self._open.enter_context(safe_open(path, framework="pt"))
+            try:
+                file = self._open.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise UsageError(f"{path} cannot be read: {_line(error)}") from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def __enter__(self) -> Self:

@@ -55,11 +55,11 @@ def layout_of(model: nn.Module) -> Layout:
 def copy_image_into(model: nn.Module, *, layout: Layout, image: Path) -> None:
     """Copy every tensor of ``image`` into the model's own memory, whatever its device and float type.
 
-    Raises ``ChildFailed("node.weights")`` when the file's length or the model's tensors do not fit the layout.
+    Raises ``ChildFailed("child.weights")`` when the file's length or the model's tensors do not fit the layout.
     """
     weights = weights_of(model)
     if {name: tuple(tensor.shape) for name, tensor in weights.items()} != {t.name: t.shape for t in layout.tensors}:
-        raise ChildFailed("the model built from the config does not have the run's layout", code="node.weights")
+        raise ChildFailed("the model built from the config does not have the run's layout", code="child.weights")
     with _mapped(image, layout) as tensor_at, torch.no_grad():
         for index, spec in enumerate(layout.tensors):
             weights[spec.name].copy_(tensor_at(index))
@@ -106,12 +106,12 @@ def model_sums(model: nn.Module, *, layout: Layout) -> tuple[Sums, ...]:
 
 
 def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
-    """Raise ``ChildFailed("node.weights")`` with the tensor's name when model and image do not hold the same bits."""
+    """Raise ``ChildFailed("child.weights")`` with the tensor's name when model and image do not hold the same bits."""
     expected, found = image_sums(image, layout=layout), model_sums(model, layout=layout)
     for spec, want, have in zip(layout.tensors, expected, found, strict=True):
         if want != have:
             raise ChildFailed(
-                f"after loading, the tensor {spec.name} does not hold the bits of the weights file", code="node.weights"
+                f"after loading, the tensor {spec.name} does not hold the bits of the weights file", code="child.weights"
             )
 
 
@@ -150,7 +150,7 @@ def _mapped(image: Path, layout: Layout) -> Iterator[Callable[[int], Tensor]]:
         size = os.fstat(file.fileno()).st_size
         if size != layout.image_bytes:
             raise ChildFailed(
-                f"the weights file has {size} bytes, the layout {layout.image_bytes}", code="node.weights"
+                f"the weights file has {size} bytes, the layout {layout.image_bytes}", code="child.weights"
             )
         # Copy-on-write only because torch warns about read-only memory; nothing is ever written.
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None

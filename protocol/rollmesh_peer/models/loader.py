@@ -40,10 +40,13 @@ def build_model(
     """
     dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
     read = read_config(config)
-    with torch.device("meta" if device == "meta" else "cpu"), _without_random_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            read, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
+    try:
+        with torch.device("meta" if device == "meta" else "cpu"), _without_random_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                read, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise Refused("card.model", f"the config makes no model: {' '.join(str(error).split())[:200]}") from error
     model.tie_weights()
     if device not in {"meta", "cpu"}:
         model.to(device)  # type: ignore[arg-type]  # device only: a dtype here would round inv_freq
@@ -78,7 +81,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model of a config with the weights of an image, checked by the reload sums.
 
-    Raises ``Refused("card.model")`` for the config, ``ChildFailed("node.weights")`` when image, layout and model do
+    Raises ``Refused("card.model")`` for the config, ``ChildFailed("child.weights")`` when image, layout and model do
     not agree.
     """
     model = build_model(config, arithmetic=arithmetic, attention=attention, device=device)

@@ -86,7 +86,7 @@ def _draw_rows(logits: Tensor, keys: NDArray[np.uint64]) -> Draws:
         values = torch.nn.functional.pad(values, (0, short), value=-math.inf)
     largest = values.amax(-1)
     if not bool(torch.isfinite(largest).all()):
-        raise HostError("the model's logits are not finite; the weights or the engine are broken", code="node.engine")
+        raise HostError("the model's logits are not finite; the weights or the engine are broken")
     weights = (values - largest[:, None]).exp_()
     heavy = math.exp(-FIRST_LOOK)
     tokens, best = _best(

@@ -68,6 +68,8 @@ class Script:
     """Answer requests for work with this instead of leases."""
     refusal: Refused | None = None
     """Refuse requests for work with this."""
+    hello_refusal: Refused | None = None
+    """Refuse to admit anybody with this."""
     samples: int = 4
     max_new_tokens: int = 16
     prompt: bytes = np.arange(3, 8, dtype="<u4").tobytes()
@@ -168,6 +170,10 @@ class FakeLearner:
         )  # fmt: skip
         return manifest.root
 
+    def forget(self, peer: str) -> None:
+        """Know nothing of ``peer`` any more, as after a restart."""
+        self._admitted.discard(peer)
+
     async def notify(self, kind: Literal["pause", "resume", "drain", "ended"], *, text: str = "") -> None:
         """Send a notice; after ``ended`` requests for work are refused too, as gossip may be lost."""
         if kind == "ended":
@@ -203,6 +209,8 @@ class FakeLearner:
 
     def _hello(self, peer: str, request: bytes) -> bytes:
         self.heard.hellos.append(Hello.decode(request, limit=limits.HELLO_BYTES))
+        if self.script.hello_refusal is not None:
+            raise self.script.hello_refusal
         self._admitted.add(peer)
         card = seal(self.card.encode(), run=self.card.run, kind="card", identity=self._identity).encode()
         issued = Pass(peer=peer, issued_version=self.head.version)

@@ -51,6 +51,8 @@ class Board:
         """Tasks of ours that work on this payload."""
         self.talking: Counter[str] = Counter()
         """Have streams, either way, by peer."""
+        self.opened: set[str] = set()
+        """Peers to whom we opened one."""
         self.retry_at: dict[str, float] = {}
         """When a peer that broke off or refused may be asked again."""
         self.offers: Offers | None = None

@@ -6,7 +6,9 @@ pinned and is then never deleted; everything else may go, oldest first, when roo
 take (rollmesh_protocol.edges) and what the weights are (keeper).
 
 Files in ``folder``, named by the manifest's digest in hex: ``.manifest`` (the signed envelope), ``.part`` and
-``.payload``. Every method blocks on the disk, so daemons call them in a thread; several threads may do so at once.
+``.payload``. Methods that write, read or delete block on the disk: daemons call them in a thread, and several threads
+may do so at once. Those that only tell what is there (``names``, ``manifest``, ``envelope``, ``held``, ``is_complete``,
+``payload_path``, ``pin``) never wait for the disk.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from typing import Final
 
 from rollmesh_peer.faults import fault_point
@@ -53,7 +55,10 @@ class EdgeStore:
         self._run = run
         self._learner = learner
         self._layout = layout
-        self._lock = RLock()
+        self._lock = Lock()
+        """Held for moments, to look at the tables below."""
+        self._changing = Lock()
+        """Held while edges are added or deleted, files included; taken before the other."""
         self._edges: dict[bytes, _Edge] = {}  # oldest first
         self._pins: Counter[bytes] = Counter()
         with durable.disk_errors(f"the folder {folder} cannot be used"):
@@ -84,8 +89,9 @@ class EdgeStore:
             HostError: the disk failed.
         """
         manifest = open_manifest(envelope, name=name, run=self._run, learner=self._learner, layout=self._layout)
-        with self._lock:
-            known = self._edges.get(name)
+        with self._changing:
+            with self._lock:
+                known = self._edges.get(name)
             if known is None:
                 edge = _Edge(envelope, manifest, Payload(self._stem(name), manifest))
                 self._make_room(edge, on_disk=payload is not None)
@@ -93,7 +99,8 @@ class EdgeStore:
                     edge.payload.adopt(payload)
                     fault_point("publish.payload_durable")
                 durable.write_file(self._file(name, MANIFEST), envelope)
-                self._edges[name] = edge
+                with self._lock:
+                    self._edges[name] = edge
             elif payload is not None and not known.payload.is_complete:
                 known.payload.adopt(payload)
         return manifest
@@ -148,9 +155,9 @@ class EdgeStore:
     def retain(self, names: Collection[bytes]) -> None:
         """Delete everything that is neither in ``names`` nor pinned, oldest first."""
         wanted = frozenset(names)
-        with self._lock:
-            for name in tuple(self._edges):
-                if name not in wanted and not self._pins[name]:
+        with self._changing:
+            for name in self._spare():
+                if name not in wanted:
                     self._delete(name)
 
     @contextmanager
@@ -166,7 +173,7 @@ class EdgeStore:
 
     def _make_room(self, edge: _Edge, *, on_disk: bool) -> None:
         needed = edge.disk_bytes
-        spare = [name for name in self._edges if not self._pins[name]]
+        spare = self._spare()
         if self._fits(needed, gained=sum(self._edges[name].disk_bytes for name in spare), on_disk=on_disk):
             for name in spare:
                 if self._fits(needed, gained=0, on_disk=on_disk):
@@ -186,8 +193,16 @@ class EdgeStore:
         has_quota = self.used_bytes() - gained + needed <= self.quota_bytes
         return has_quota and (on_disk or needed <= durable.free_bytes(self.folder) + gained)
 
+    def _spare(self) -> list[bytes]:
+        """What is not pinned, oldest first."""
+        with self._lock:
+            return [name for name in self._edges if not self._pins[name]]
+
     def _delete(self, name: bytes) -> None:
-        edge = self._edges.pop(name)
+        with self._lock:
+            if self._pins[name]:  # since we looked
+                return
+            edge = self._edges.pop(name)
         # The manifest first: a payload without one is removed at the next start, a manifest alone would be kept.
         self._file(name, MANIFEST).unlink(missing_ok=True)
         edge.payload.delete()

@@ -9,7 +9,6 @@ back-off, and always says what it waits for. How chunks travel is the swarm's bu
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
@@ -20,10 +19,10 @@ from rollmesh_peer.mesh.keeping import Backoff
 from rollmesh_peer.mesh.requests import ask
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.board import Pulse
+from rollmesh_peer.weights.edge_book import EdgeBook
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.swarm import Swarm
 from rollmesh_protocol import limits
-from rollmesh_protocol.edges import cheapest_path
 from rollmesh_protocol.errors import LinkLost, Refused, RollmeshError
 from rollmesh_protocol.manifest import Edge, Manifest
 from rollmesh_protocol.messages import EdgesAnswer, EdgesRequest, Head, PolicyHeader
@@ -84,8 +83,7 @@ class Follower:
         self._max_download_bytes = max_download_bytes
         self._chance = chance
         self._head: Head | None = None
-        self._edges: OrderedDict[bytes, Edge] = OrderedDict()
-        self._useless: OrderedDict[bytes, str] = OrderedDict()
+        self._book = EdgeBook()
         self._asked: tuple[bytes | None, int] | None = None
         """The root and the head for which the learner was last asked for edges."""
         self._confirmed = 0
@@ -104,7 +102,7 @@ class Follower:
 
     def hear_header(self, header: PolicyHeader) -> None:
         """A verified gossip header: a head, and the edge that leads there."""
-        self._learn_of(
+        self._book.learn(
             Edge(
                 kind="anchor" if header.parent is None else "patch",
                 version=header.version,
@@ -214,16 +212,10 @@ class Follower:
 
     async def _plan(self, head: Head) -> tuple[Edge, ...] | None:
         """The way to ``head`` that costs the fewest bytes still to be fetched, over the edges that we know of."""
-        usable = {edge.manifest: edge for edge in self._edges.values() if self._is_usable(edge)}
-        missing = await self._missing(list(usable.values()))
-        priced = [
-            edge.model_copy(update={"payload_bytes": still, "manifest_bytes": edge.manifest_bytes if still else 0})
-            for edge, still in zip(usable.values(), missing, strict=True)
-        ]
-        path = cheapest_path(priced, held=self._keeper.root, goal=head.root)
-        if not path or not self._may_take(path[-1].version):
-            return None
-        return tuple(usable[edge.manifest] for edge in path)
+        usable = [edge for edge in self._book.edges if self._is_usable(edge)]
+        missing = dict(zip(usable, await self._missing(usable), strict=True))
+        path = self._book.plan(missing, held=self._keeper.root, goal=head.root)
+        return path if path and self._may_take(path[-1].version) else None
 
     async def _ask_for_edges(self) -> Sequence[Edge]:
         """The edges that the learner has on offer; they replace those that we knew."""
@@ -232,10 +224,7 @@ class Follower:
             self._mesh, self._learner, EDGES, request, answer_bytes=limits.EDGES_BYTES, deadline_s=limits.REQUEST_S
         )
         answer = EdgesAnswer.decode(raw, limit=limits.EDGES_BYTES)
-        newer = [edge for edge in self._edges.values() if edge.version > answer.head.version]
-        self._edges.clear()
-        for edge in (*answer.edges, *newer):
-            self._learn_of(edge)
+        self._book.replace(answer.edges, head_version=answer.head.version)
         self.hear_head(answer.head)
         return answer.edges
 
@@ -248,22 +237,12 @@ class Follower:
                 f"the way to version {head.version} needs a download of {min(too_large) / limits.GIB:.2f} GiB, "
                 f"and this node allows {allowed / limits.GIB:.2f} GiB",
             )
-        reasons = [self._useless[edge.manifest] for edge in offered if edge.manifest in self._useless]
+        reasons = [reason for edge in offered if (reason := self._book.why_useless(edge))]
         why = f" ({reasons[-1]})" if reasons else ""
         return Refused("manifest.parent", f"no edge leads from the weights held to version {head.version}{why}")
 
     def _is_usable(self, edge: Edge) -> bool:
-        return (
-            edge.manifest not in self._useless
-            and not self._keeper.is_refused(edge.manifest)
-            and edge.payload_bytes <= self._max_download_bytes
-        )
-
-    def _learn_of(self, edge: Edge) -> None:
-        self._edges[edge.manifest] = edge
-        self._edges.move_to_end(edge.manifest)
-        while len(self._edges) > 2 * limits.MAX_EDGES:
-            self._edges.popitem(last=False)
+        return not self._keeper.is_refused(edge.manifest) and edge.payload_bytes <= self._max_download_bytes
 
     async def _missing(self, edges: Sequence[Edge]) -> list[int]:
         """Bytes still to be fetched for each edge."""
@@ -286,7 +265,7 @@ class Follower:
             manifest = await self._swarm.manifest(edge.manifest, max_bytes=edge.manifest_bytes)
             _check_promise(edge, manifest)
         except LinkLost:
-            self._edges.pop(edge.manifest, None)
+            self._book.forget(edge)
             raise
         except Refused as error:
             if error.code != "manifest.limits":
@@ -344,7 +323,7 @@ class Follower:
                 if self._keeper.is_refused(edge.manifest):
                     self._discard(edge, error)
             if error.code in ("manifest.parent", "manifest.version"):
-                self._edges.clear()
+                self._book.replace((), head_version=path[-1].version)
             raise
         self._tell()
         await trio.to_thread.run_sync(self._prune)
@@ -367,10 +346,7 @@ class Follower:
 
     def _discard(self, edge: Edge, error: Refused) -> None:
         log.warning("the edge to version %d is of no use: %s", edge.version, error)
-        self._useless[edge.manifest] = str(error)
-        self._edges.pop(edge.manifest, None)
-        if len(self._useless) > limits.MAX_EDGES:
-            self._useless.popitem(last=False)
+        self._book.discard(edge, why=str(error))
 
     def _tell(self) -> None:
         root = self._keeper.root

@@ -128,6 +128,7 @@ class HaveExchange:
         if self._nursery is None or sealed is None or peer in board.talking or now < board.retry_at.get(peer, now):
             return
         self._enter(board, peer)
+        board.opened.add(peer)
         self._nursery.start_soon(self._open, board, peer, sealed)
 
     def _board(self, name: bytes) -> Board:
@@ -164,6 +165,8 @@ class HaveExchange:
         self._passes.present(peer, request.admission)
         if self._inbound[peer] >= limits.MAX_HAVE_STREAMS_PER_PEER or self._inbound.total() >= limits.MAX_HAVE_STREAMS:
             raise Refused("request.busy", "too many have streams")
+        if self._mesh.peer_id < peer and peer in self._board(request.manifest).opened:
+            raise Refused("request.busy", "we have just opened one ourselves")
         self._inbound[peer] += 1
         board = self._board(request.manifest)
         self._enter(board, peer)
@@ -195,6 +198,7 @@ class HaveExchange:
             if stream is not None:
                 await stream.reset()
             board.retry_at[peer] = trio.current_time() + _RETRY_S
+            board.opened.discard(peer)
             self._exit(board, peer)
 
     async def _converse(self, board: Board, side: _Side, *, told: bytes | None) -> None:

@@ -28,7 +28,7 @@ from rollmesh_peer.weights.gate import Gate
 from rollmesh_peer.weights.kept_state import Named, SnapshotPolicy
 from rollmesh_peer.weights.lineage import Lineage, Link, Origin, named
 from rollmesh_peer.weights.ram import open_place
-from rollmesh_peer.weights.worker_calls import Step, step_of
+from rollmesh_peer.weights.working_copy import WorkingCopy
 from rollmesh_peer.weights.workshop import Workshop
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, LinkLost, Refused, RollmeshError
@@ -74,6 +74,7 @@ class Keeper:
         self._lineage = lineage
         self._store = store
         self._workshop = workshop
+        self._copy = WorkingCopy(image, store=store, workshop=workshop)
         self._policy = policy
         self._clock = clock
         self._gate = Gate("the weights")
@@ -221,34 +222,16 @@ class Keeper:
         with ExitStack() as pins:
             for name, _ in path:
                 pins.enter_context(self._store.pin(name))
-            failure, is_broken = await self._apply_steps(self._steps(path))
-            if failure is None:
+            outcome = await self._copy.advance(self._held, path)
+            if outcome.failure is None:
                 await self._accept(path)
                 return None
-        log.warning("version %d is not taken: %s", path[-1][1].version, failure)
-        if isinstance(failure, Refused) and len(path) == 1:
+        log.warning("version %d is not taken: %s", path[-1][1].version, outcome.failure)
+        if isinstance(outcome.failure, Refused) and len(path) == 1:
             self._refused.add(path[0][0])
-        if is_broken:
+        if outcome.is_torn:
             await self._restore()
-        return failure
-
-    async def _apply_steps(self, steps: Sequence[Step]) -> tuple[RollmeshError | None, bool]:
-        """What went wrong, and whether the image must be made anew."""
-        try:
-            if self._held is not None:
-                answer = await self._workshop.apply(self.image, before=self._held.tensors, steps=steps)
-                if answer.outcome == "applied":
-                    return None, False
-                return Refused(answer.code, answer.detail), answer.outcome == "broken"
-            anchor, *patches = steps  # there is no image to begin with
-            made = await self._workshop.restore(
-                self.image, snapshot=Path(anchor.payload), tensors=anchor.tensors, steps=patches
-            )
-        except (ChildFailed, HostError) as error:
-            return error, True
-        if made.applied == len(patches):
-            return None, False
-        return Refused("patch.root", made.detail), True
+        return outcome.failure
 
     async def _apply_one_by_one(self, path: Sequence[Link]) -> RollmeshError | None:
         """Find out which edge is to blame; what comes before it is good and is taken."""
@@ -301,15 +284,14 @@ class Keeper:
 
     async def _try(self, origin: Origin) -> bool:
         """Make the image from ``origin``, as far along its patches as everything is good."""
-        steps = self._steps(origin.patches)
-        answer = await self._workshop.restore(
-            self.image, snapshot=origin.file, tensors=origin.start.tensors, steps=steps
-        )
+        answer = await self._copy.make(origin)
         if answer.applied < 0:
             log.warning("%s is damaged: %s", origin.file.name, answer.detail)
             return False
-        if answer.applied < len(steps):
-            log.warning("the chain is good for %d of %d patches: %s", answer.applied, len(steps), answer.detail)
+        if answer.applied < len(origin.patches):
+            log.warning(
+                "the chain is good for %d of %d patches: %s", answer.applied, len(origin.patches), answer.detail
+            )
         patches = origin.patches[: answer.applied]
         if origin.anchor is not None:
             self._lineage.set(None, (origin.anchor, *patches))
@@ -321,9 +303,6 @@ class Keeper:
     # --- small things ------------------------------------------------------------------------------------------------
     def _view(self, held: Named) -> View:
         return View(self.image, held.root, held.version, held.step)
-
-    def _steps(self, path: Sequence[Link]) -> list[Step]:
-        return [step_of(manifest, self._store.payload_path(name)) for name, manifest in path]
 
     async def _write_down(self) -> None:
         """Make the present state durable. A disk that fails costs a restart some progress, and no weights now."""
@@ -341,7 +320,7 @@ class Keeper:
         held, length = self._held, len(self._lineage.chain)
         try:
             async with self._gate.reading(deadline_s=READERS_S):
-                await self._workshop.snapshot(self.image, self._lineage.snapshot_file(held))
+                await self._copy.save(self._lineage.snapshot_file(held))
         except (HostError, ChildFailed) as error:
             log.warning("no snapshot is made: %s", error)
             return

@@ -1,8 +1,8 @@
 """What an origin tells each peer that it has: not everything, but what would help the swarm most. Pure.
 
-The learner holds every chunk, and its uplink is the bottleneck at first. If it offered all to all, peers that do not see
-each other's requests would fetch the same chunks from it. So each peer is offered a window of chunks that nobody has
-and nobody else was offered; when there are none left, chunks that some peer holds, the rarest first; and a peer
+The learner holds every chunk, and its uplink is the bottleneck at first. If it offered all to all, peers that do not
+see each other's requests would fetch the same chunks from it. So each peer is offered a window of chunks that nobody
+has and nobody else was offered; when there are none left, chunks that some peer holds, the rarest first; and a peer
 that would otherwise have nothing to ask for, a few of those that others were offered and have not fetched yet.
 
 Invariant: a peer that lacks a chunk is always offered one that it lacks. An offer is a hint: every chunk is served on

@@ -8,6 +8,7 @@ rots costs a new download and never a wrong byte. Not here: which payloads there
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -28,14 +29,18 @@ WHOLE: Final = ".payload"
 
 
 class Payload:
-    """The payload of ``manifest`` under ``stem`` (a path without suffix). Safe to use from several threads."""
+    """The payload of ``manifest`` under ``stem`` (a path without suffix). Safe to use from several threads.
+
+    ``held``, ``is_complete`` and ``path`` do not touch the disk and never wait for those that do.
+    """
 
     def __init__(self, stem: Path, manifest: Manifest) -> None:
         self.manifest: Final = manifest
         self._part = stem.with_name(stem.name + PART)
         self._whole = stem.with_name(stem.name + WHOLE)
-        self._lock = Lock()
-        self._held: set[int] = set()
+        self._writing = Lock()
+        """Held while the files change."""
+        self._held: frozenset[int] = frozenset()
         self._is_complete = False
         self._open()
 
@@ -53,8 +58,7 @@ class Payload:
 
     def held(self) -> frozenset[int]:
         """The indices of the chunks that can be read."""
-        with self._lock:
-            return frozenset(self._held)
+        return self._held
 
     def write(self, index: int, chunk: bytes) -> None:
         """Keep one chunk. Refused: ``request.unknown`` for no such index, ``chunk.digest``. HostError: the disk."""
@@ -62,7 +66,7 @@ class Payload:
             raise Refused("request.unknown", f"there is no chunk {index}")
         if len(chunk) != self.manifest.chunk_length(index) or not self._is_good(index, chunk):
             raise Refused("chunk.digest")
-        with self._lock, durable.disk_errors("a chunk of the weights cannot be written"):
+        with self._writing, durable.disk_errors("a chunk of the weights cannot be written"):
             if index in self._held:
                 return
             descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
@@ -70,52 +74,57 @@ class Payload:
                 os.ftruncate(descriptor, self.manifest.payload_bytes)
                 _write_at(descriptor, chunk, index * self.manifest.chunk_bytes)
                 fault_point("store.chunk_written")
-                self._held.add(index)
-                if len(self._held) < self.manifest.chunk_count:
-                    return
-                self._held.discard(index)  # whole only once it is flushed: a disk may fail here too
-                os.fsync(descriptor)
+                is_last = len(self._held) == self.manifest.chunk_count - 1
+                if is_last:
+                    os.fsync(descriptor)  # a disk may fail here too; then the last chunk is not held
             finally:
                 os.close(descriptor)
-            fault_point("store.payload_flushed")
-            durable.settle(self._part, self._whole)
-            self._held.add(index)
-            self._is_complete = True
+            if is_last:
+                fault_point("store.payload_flushed")
+                durable.settle(self._part, self._whole)
+            self._held |= {index}
+            self._is_complete = is_last
 
     def read(self, index: int) -> bytes:
         """One chunk. Refused ``request.unknown`` when it is not held, or not what it was any more."""
-        with self._lock:
-            if index not in self._held:
-                raise Refused("request.unknown", f"chunk {index} is not held")
-            path = self._whole if self._is_complete else self._part
+        if index not in self._held:
+            raise Refused("request.unknown", f"chunk {index} is not held")
+        chunk = self._read(index)
+        if not self._is_good(index, chunk):
+            log.warning("chunk %d of %s has changed on the disk; it is fetched again", index, self._whole.stem)
+            self._forget(index)
+            raise Refused("request.unknown", f"chunk {index} is not held any more")
+        return chunk
+
+    def _read(self, index: int) -> bytes:
+        """What lies at a chunk's place, in either file: the name changes when the payload becomes complete."""
+        for path in (self._whole, self._part, self._whole):
             try:
                 with path.open("rb") as file:
                     file.seek(index * self.manifest.chunk_bytes)
-                    chunk = file.read(self.manifest.chunk_length(index))
+                    return file.read(self.manifest.chunk_length(index))
+            except FileNotFoundError:
+                continue
             except OSError as error:
-                self._held.discard(index)
-                raise Refused("request.unknown", f"chunk {index} cannot be read: {error.strerror}") from error
-        if not self._is_good(index, chunk):
-            log.warning("chunk %d of %s has changed on the disk; it is fetched again", index, path.name)
-            self._forget(index)
-            raise Refused("request.unknown", f"chunk {index} is not held")
-        return chunk
+                log.warning("chunk %d of %s cannot be read: %s", index, path.stem, error)
+                break
+        return b""
 
     def adopt(self, source: Path) -> None:
         """``source``, a complete and good payload that nobody writes into any more, becomes this one's file."""
-        with self._lock:
+        with self._writing, durable.disk_errors(f"{source} cannot be taken over"):
             size = source.stat().st_size
             if size != self.manifest.payload_bytes:
                 raise HostError(f"{source} has {size} bytes where its manifest says {self.manifest.payload_bytes}")
             durable.take_file(source, self._whole)
             self._part.unlink(missing_ok=True)
-            self._held = set(range(self.manifest.chunk_count))
+            self._held = frozenset(range(self.manifest.chunk_count))
             self._is_complete = True
 
     def delete(self) -> None:
         """Remove the file, whole or in part."""
-        with self._lock:
-            self._held.clear()
+        with self._writing:
+            self._held = frozenset()
             self._is_complete = False
             self._whole.unlink(missing_ok=True)
             self._part.unlink(missing_ok=True)
@@ -123,7 +132,7 @@ class Payload:
     def _open(self) -> None:
         size = self._whole.stat().st_size if self._whole.exists() else None
         if size == self.manifest.payload_bytes:
-            self._held = set(range(self.manifest.chunk_count))
+            self._held = frozenset(range(self.manifest.chunk_count))
             self._is_complete = True
             self._part.unlink(missing_ok=True)
             return
@@ -138,7 +147,7 @@ class Payload:
                 durable.settle(self._part, self._whole)
                 self._is_complete = True
 
-    def _verified_part(self) -> set[int]:
+    def _verified_part(self) -> frozenset[int]:
         good = set()
         with self._part.open("rb") as file:
             for index in range(self.manifest.chunk_count):
@@ -148,17 +157,17 @@ class Payload:
                 file.seek(start)
                 if self._is_good(index, file.read(self.manifest.chunk_length(index))):
                     good.add(index)
-        return good
+        return frozenset(good)
 
     def _forget(self, index: int) -> None:
         """A chunk went bad: a whole payload becomes a partial one."""
-        with self._lock:
-            self._held.discard(index)
+        with self._writing:
+            self._held -= {index}
             if self._is_complete:
-                # Where a snapshot is another name of this file, the chunk's new download mends both.
-                with durable.disk_errors("a damaged download cannot be set aside"):
-                    self._whole.replace(self._part)
                 self._is_complete = False
+                # Where a snapshot is another name of this file, the chunk's new download mends both.
+                with contextlib.suppress(OSError):
+                    self._whole.replace(self._part)
 
     def _is_good(self, index: int, chunk: bytes) -> bool:
         return blake3(chunk).digest() == self.manifest.chunk_digest(index)

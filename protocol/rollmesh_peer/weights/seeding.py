@@ -113,6 +113,11 @@ class Seeder:
         takers, self._takers = frozenset(self._takers), set()
         return takers
 
+    def chunks_sent_once(self, name: bytes) -> int:
+        """How many different chunks of a payload were sent to anybody since the start."""
+        payload = self._payloads.get(name)
+        return len(payload.sent) if payload else 0
+
     async def serve_manifest(self, peer: str, message: bytes) -> bytes:
         """The sealed manifest that ``peer`` asks for.
 
@@ -158,7 +163,7 @@ class Seeder:
         if index >= payload.manifest.chunk_count:
             raise Refused("request.unknown", "no such chunk here")
         length = payload.manifest.chunk_length(index)
-        async with self._slots.slot(peer, sent=payload.sent[index]):
+        async with self._slots.slot(peer, sent=payload.sent.get(index, 0)):
             await self._rate.spend(length)
             chunk = await trio.to_thread.run_sync(self._store.read_chunk, name, index)
             self._served.charge(

@@ -81,7 +81,8 @@ class Workshop:
         deadline_s = CALL_S + passes * self.layout.image_bytes / SLOWEST_BYTES_PER_S
         async with self.supervisor.use() as child:
             with trio.CancelScope(shield=True):
-                return await child.call(verb, call.model_dump(), deadline_s=deadline_s)
+                answer = await child.call(verb, call.model_dump(), deadline_s=deadline_s)
+        return answer
 
 
 @asynccontextmanager

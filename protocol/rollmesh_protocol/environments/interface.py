@@ -69,7 +69,10 @@ class WarmEnvironment(Environment, Protocol):
     """An environment that can do the part of scoring that does not touch the answer once for a whole group."""
 
     def warm(self, item: Item) -> None:
-        """Called before the answers to ``item`` are scored, outside of their sandbox. Must not need any of them."""
+        """Called before the answers to ``item`` are scored, outside of their sandbox, without any of them.
+
+        Raises ``HostError`` when this process makes another item than the one it is given: scoring would be wrong.
+        """
 
 
 class EnvironmentFactory(Protocol):

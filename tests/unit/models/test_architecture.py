@@ -1,4 +1,4 @@
-"""Which configs are loaded: a hostile one is data, and every admitted type computes what the rest of the code assumes."""
+"""Which configs are loaded: a hostile one is data, and every admitted type computes what the rest of us assumes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_a_tied_matrix_is_in_the_layout_once(model_type, tied):
         ({"hidden_size": 2**40}, "hidden_size"),
         ({"vocab_size": 2**30}, "vocab_size"),
         ({"head_dim": 0}, "head_dim"),
-        ({"hidden_act": "no_such_function"}, ""),
+        ({"hidden_act": "no_such_function"}, "no model"),
         ({"rms_norm_eps": "tiny"}, "not a valid"),
-        ({"hidden_size": 33}, ""),
+        ({"hidden_size": 33}, "multiple"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ""),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"padding": "x" * 70_000}, "too long"),
     ],
 )

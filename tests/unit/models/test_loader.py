@@ -28,14 +28,18 @@ def test_it_computes_what_the_library_computes(tiny):
 
 
 def test_eager_attention_agrees_up_to_rounding(tiny):
-    eager = loader.load_model(tiny.config, layout=tiny.layout, image=tiny.image, attention="eager", arithmetic="float32")
+    eager = loader.load_model(
+        tiny.config, layout=tiny.layout, image=tiny.image, attention="eager", arithmetic="float32"
+    )
     ids = torch.arange(50)[None]
     torch.testing.assert_close(eager(ids).logits, tiny.fp32(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_the_layout_needs_no_memory_and_is_the_models(tiny):
     assert loader.layout_of_config(tiny.config) == layout_of(tiny.bf16) == tiny.layout
-    big = small_config("llama", hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64)
+    big = small_config(
+        "llama", hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
+    )
     assert loader.layout_of_config(big).image_bytes > 10**11
 
 

@@ -32,9 +32,7 @@ def groups(seed: int, *, prompts: list[int], completions: list[list[int]], vocab
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_type_gives_what_it_gives_alone(model_type):
     model = random_model(model_type)
-    prompts, completions = groups(
-        1, prompts=[40, 7, 1], completions=[[5, 1, 9, 3], [2, 30], [1, 1, 4]], vocabulary=130
-    )
+    prompts, completions = groups(1, prompts=[40, 7, 1], completions=[[5, 1, 9, 3], [2, 30], [1, 1, 4]], vocabulary=130)
     found = completion_logprobs(model, prompts, completions)
     torch.testing.assert_close(found, naive_logprobs(model, prompts, completions), atol=EXACT, rtol=0)
 
@@ -63,9 +61,7 @@ def test_the_layout_of_rows_does_not_matter(tiny, monkeypatch, row, batch, worth
 def test_bf16_in_any_batch_stays_within_its_noise(tiny):
     prompts, completions = groups(4, prompts=[50, 20], completions=[[12] * 6, [7] * 3], vocabulary=260)
     together = completion_logprobs(tiny.bf16, prompts, completions)
-    alone = torch.cat(
-        [completion_logprobs(tiny.bf16, [p], [c]) for p, c in zip(prompts, completions, strict=True)]
-    )
+    alone = torch.cat([completion_logprobs(tiny.bf16, [p], [c]) for p, c in zip(prompts, completions, strict=True)])
     assert together.dtype == torch.float32
     assert (together - alone).abs().median() < 0.05
     assert (together - alone).abs().max() < 0.5
@@ -116,9 +112,7 @@ def test_long_completions_do_not_share():
     assert all(batch.visible is None for batch in passes)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "completions"), [([[]], [[1]]), ([[1]], [[]]), ([[1], [2]], [[1]])]
-)
+@pytest.mark.parametrize(("prompts", "completions"), [([[]], [[1]]), ([[1]], [[]]), ([[1], [2]], [[1]])])
 def test_empty_or_uneven_input_is_an_error(prompts, completions):
     with pytest.raises(ValueError, match="completion"):
         list(packing.batches([np.array(p) for p in prompts], [np.array(c) for c in completions]))

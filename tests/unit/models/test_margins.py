@@ -37,9 +37,7 @@ def test_honest_tokens_have_margin_zero(tiny, claims):
 
 
 def test_margins_and_logprobs_are_the_references(tiny, claims):
-    edited = [
-        Claim(prompt=claim.prompt, completion=np.roll(claim.completion, 1), seed=claim.seed) for claim in claims
-    ]
+    edited = [Claim(prompt=claim.prompt, completion=np.roll(claim.completion, 1), seed=claim.seed) for claim in claims]
     found = recompute(tiny.fp32, edited, chunk_tokens=7)
     for one, claim in zip(found, edited, strict=True):
         logits = naive_logits(tiny.fp32, claim.prompt, claim.completion).numpy()
@@ -67,7 +65,9 @@ def test_the_batch_changes_nothing_beyond_rounding(tiny, claims, batch):
 
 def test_another_seed_position_prompt_or_model_shows(tiny, claims):
     wrong_seed = [Claim(prompt=c.prompt, completion=c.completion, seed=c.seed + 1000) for c in claims]
-    shifted = [Claim(prompt=np.append(c.prompt, c.completion[0]), completion=c.completion[1:], seed=c.seed) for c in claims]
+    shifted = [
+        Claim(prompt=np.append(c.prompt, c.completion[0]), completion=c.completion[1:], seed=c.seed) for c in claims
+    ]
     other_prompt = [Claim(prompt=c.prompt[::-1], completion=c.completion, seed=c.seed) for c in claims]
     for forged in (wrong_seed, shifted, other_prompt):
         assert (margins(tiny.fp32, forged) > 1).mean() > 0.3

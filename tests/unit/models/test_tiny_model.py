@@ -42,7 +42,9 @@ def test_transformers_loads_it_to_the_same_logits(tiny):
 
 def test_its_chat_template_renders(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny.folder)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -121,5 +121,6 @@ def test_a_lease_with_nonsense_inside_is_refused() -> None:
     assert _refusal(seal_lease(twice)) == "request.invalid"
     beyond = lease.model_copy(update={"prompt": (100).to_bytes(4, "little")})
     assert _refusal(seal_lease(beyond)) == "request.invalid"
+    assert _refusal(seal_lease(lease.model_copy(update={"duration_s": 0.5}))) == "lease.limits"
     torn = lease.model_copy(update={"prompt": b"\1\0\0\0\1"})
     assert _refusal(seal_lease(torn)) == "request.invalid"

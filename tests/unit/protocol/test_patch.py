@@ -222,8 +222,7 @@ def test_no_bytes_crash_the_decoder(noise: bytes) -> None:
         image = bytearray(MIXED.image_bytes)
         try:
             apply_patch(MIXED, image, payload)
-        except Refused as error:
-            assert error.code == "patch.invalid"
+        except Refused:
             assert not any(image)
 
 

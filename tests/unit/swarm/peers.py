@@ -102,7 +102,8 @@ class World:
     @asynccontextmanager
     async def rogue(self, number, edge, *, chunks=None, answer, to=()):
         """A peer that claims to hold chunks of ``edge`` and answers requests with ``answer(stream, index)``."""
-        async with self.network.join(seed(number)) as mesh:
+        key = number.seed if isinstance(number, Identity) else seed(number)
+        async with self.network.join(key) as mesh:
             rogue = Rogue(mesh, edge, chunks, answer)
             for other in to:
                 await mesh.connect(other.mesh.addresses[0])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import trio
 
+from rollmesh_peer.mesh.requests import ask, closed_answer, opened_answer
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.messages import ChunkRequest, ManifestRequest
 from rollmesh_protocol.streams import CHUNK, MANIFEST
-from rollmesh_peer.mesh.requests import ask, closed_answer, opened_answer
 from tests.unit.swarm.peers import World, corrupt, dripping, edge_of, honest, pass_for, peer_of, silent
 from tests.unit.weights.kit import LEARNER
 
@@ -60,7 +60,6 @@ async def test_nodes_give_each_other_what_they_have(world, autojump_clock):
             assert learner.served() < 2 * len(edge.payload)
             one_to_all_s = 4 * len(edge.payload) / rate
             assert trio.current_time() - started < 0.5 * one_to_all_s
-            print("LS", learner.served()/len(edge.payload), (trio.current_time()-started)/one_to_all_s)
 
 
 async def test_a_node_that_nobody_can_dial_serves_over_the_connection_it_opened(world, autojump_clock):
@@ -130,13 +129,13 @@ async def test_beside_an_honest_source_a_silent_peer_costs_less_than_a_deadline(
             await fetch(node, edge)
 
 
+async def slowly(stream, edge, index):
+    await trio.sleep(0.2)
+    await honest(stream, edge, index)
+
+
 async def test_a_peer_that_dies_in_the_middle_is_replaced(world, autojump_clock):
     edge = edge_of(40)
-
-    async def slowly(stream, edge, index):
-        await trio.sleep(0.2)
-        await honest(stream, edge, index)
-
     async with (
         world.learner() as learner,
         world.node(1, to=[learner]) as node,
@@ -157,24 +156,29 @@ async def test_a_peer_that_dies_in_the_middle_is_replaced(world, autojump_clock)
 
 async def test_the_learner_dies_in_the_middle_and_the_peers_finish_without_it(world, autojump_clock):
     edge = edge_of(40)
-    async with world.node(1) as one, world.node(2, to=[one]) as two:
-        async with world.learner(upload_bytes_per_s=50_000.0) as learner:
-            learner.hold(edge)
-            for node in (one, two):
-                await node.mesh.connect(learner.mesh.addresses[0])
-                node.hold(edge, chunks=())
-            one.hold(edge, chunks=range(0, 40, 2))
-            two.hold(edge, chunks=range(1, 40, 2))
-            nursery_gone = trio.Event()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one.swarm.fetch, edge.name)
-                await trio.sleep(0.02)
-                world.network.kill(LEARNER.peer)
-                nursery.start_soon(two.swarm.fetch, edge.name)
+    async with (
+        world.node(1) as one,
+        world.node(2, to=[one]) as two,
+        world.rogue(LEARNER, edge, answer=slowly, to=[one, two]) as learner,
+    ):
+        one.hold(edge, chunks=range(0, 36, 2))
+        two.hold(edge, chunks=range(1, 36, 2))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.swarm.fetch, edge.name)
+            nursery.start_soon(two.swarm.fetch, edge.name)
+            await trio.sleep(0.5)
+            taken = one.store.held(edge.name) | two.store.held(edge.name)
+            world.network.kill(LEARNER.peer)
+            await trio.sleep(30)
+            assert one.store.held(edge.name) == two.store.held(edge.name) == taken
+            assert learner.asked
+            async with world.learner() as again:
+                again.hold(edge)
+                for node in (one, two):
+                    await node.mesh.connect(again.mesh.addresses[0])
                 with trio.fail_after(10):
                     while not (one.store.is_complete(edge.name) and two.store.is_complete(edge.name)):
                         await trio.sleep(0.1)
-            nursery_gone.set()
 
 
 async def test_a_fetch_goes_on_where_the_last_process_stopped(world, autojump_clock):

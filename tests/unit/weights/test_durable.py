@@ -25,7 +25,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["state"]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_full_disk_is_told_in_words() -> None:
@@ -63,4 +63,4 @@ def test_sweeping_removes_what_was_cut_off_and_nothing_else(tmp_path: Path) -> N
     write(tmp_path / ("state" + durable.UNFINISHED), b"half")
     write(tmp_path / "state", b"whole")
     durable.sweep(tmp_path)
-    assert os.listdir(tmp_path) == ["state"]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

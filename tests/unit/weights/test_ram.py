@@ -86,8 +86,9 @@ def test_a_place_starts_empty_for_the_next_owner(data: Path, memory: Path) -> No
 def test_two_processes_with_one_data_folder_collide_in_words(data: Path, memory: Path) -> None:
     process, _ = hold(data, memory)
     try:
-        with pytest.raises(HostError, match="another process uses"), open_place(
-            data, ram_folder=memory, needed_bytes=1
+        with (
+            pytest.raises(HostError, match="another process uses"),
+            open_place(data, ram_folder=memory, needed_bytes=1),
         ):
             pytest.fail("two owners")
     finally:
@@ -121,8 +122,9 @@ def test_a_missing_memory_folder_is_no_reason_to_fail(data: Path, tmp_path: Path
 
 
 def test_too_little_of_both_is_refused_with_numbers(data: Path, memory: Path) -> None:
-    with pytest.raises(HostError, match=r"no room for weights of \d+\.\d\d GiB: .* are free; .* free"), open_place(
-        data, ram_folder=memory, needed_bytes=1 << 60
+    with (
+        pytest.raises(HostError, match=r"no room for weights of \d+\.\d\d GiB: .* are free; .* free"),
+        open_place(data, ram_folder=memory, needed_bytes=1 << 60),
     ):
         pytest.fail("let in")
 
