@@ -134,8 +134,11 @@ class Book:
         """Samples that ``node`` holds on open leases."""
         return sum(len(lease.indices) for lease in self.leases.values() if lease.node == node and lease.state == "open")
 
-    def end_lease(self, lease: LeaseRecord, state: LeaseState, *, now: float) -> list[Statement]:
-        """An open lease is over without a result (returned, expired, void); its unfilled samples are open again."""
+    def end_lease(self, lease: LeaseRecord, state: LeaseState, *, now: float, blame: bool = True) -> list[Statement]:
+        """An open lease is over without a result (returned, expired, void); its unfilled samples are open again.
+
+        With ``blame`` others are preferred for them for a while; without, the node had a good reason.
+        """
         if lease.state != "open":
             return []
         lease.state = state
@@ -143,7 +146,7 @@ class Book:
             self.tally.returned += len(lease.indices)
         elif state == "expired":
             self.tally.expired += len(lease.indices)
-        self._reopen(lease, now=now)
+        self._reopen(lease, until=now + RELEASE_DELAY_S if blame else now)
         self._remember_ended(lease)
         return [rows.end_lease(lease.lease_id, lease.state)]
 
@@ -151,14 +154,14 @@ class Book:
         """Open leases whose time is over."""
         return [lease for lease in self.leases.values() if lease.state == "open" and now >= lease.expires_at]
 
-    def _reopen(self, lease: LeaseRecord, *, now: float) -> None:
+    def _reopen(self, lease: LeaseRecord, *, until: float) -> None:
         group = self.groups.get(lease.group_id)
         if group is None:
             return
         for index in lease.indices:
             sample = group.samples[index]
             if sample.state == "leased" and sample.lease_id == lease.lease_id:
-                sample.reopen(not_for=lease.node, until=now + RELEASE_DELAY_S)
+                sample.reopen(not_for=lease.node, until=until)
 
     def _remember_ended(self, lease: LeaseRecord) -> None:
         self._ended.append(lease.lease_id)
@@ -173,7 +176,7 @@ class Book:
         lease.result_digest, lease.receipt = digest, receipt
         self.tally.rejected += len(lease.indices)
         if was_open:
-            self._reopen(lease, now=now)
+            self._reopen(lease, until=now + RELEASE_DELAY_S)
             self._remember_ended(lease)
         return [rows.update_lease(lease)]
 

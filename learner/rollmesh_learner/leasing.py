@@ -35,6 +35,8 @@ _WAIT_FOR_WEIGHTS_S: Final = 0.5
 _WAIT_FOR_WORK_S: Final = 0.5
 """Short, because the next step may free a whole batch of work; an answer costs a few hundred bytes."""
 _WATCH_S: Final = 1.0
+WEIGHTS_MOVED_ON: Final = "node.weights"
+"""The code of leases that came back because the node had newer weights by then: no reason to prefer others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ class LeaseDesk:
         for lease_id in asked.lease_ids:
             lease = self._book.leases.get(lease_id)
             if lease is not None and lease.node == peer and lease.state == "open":
-                statements += self._book.end_lease(lease, "returned", now=now)
+                blame = asked.code != WEIGHTS_MOVED_ON
+                statements += self._book.end_lease(lease, "returned", now=now, blame=blame)
                 returned += 1
         if statements:
             await self._ledger.commit(*statements)

@@ -88,7 +88,6 @@ class Scorer:
                 statements += self._book.score(rollout.key, outcome.reward, error=outcome.error)
             await self._ledger.commit(*statements)
 
-
     async def _scores(self, environment: int, item: Item, answers: list[str]) -> tuple[Score, ...]:
         async with self._sandbox.use() as child:
             try:

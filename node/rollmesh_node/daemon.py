@@ -34,7 +34,7 @@ from rollmesh_node.places import KEY
 from rollmesh_node.report import NodeReport
 from rollmesh_node.spool import Spool
 from rollmesh_node.stopping import GRACE_S, RECEIPTS_S, Stop
-from rollmesh_node.submitting import Submitter
+from rollmesh_node.submitting import Submitter, Tally
 from rollmesh_node.uplink import Uplink
 from rollmesh_node.weights import NodeWeights, open_weights
 from rollmesh_node.worker import Worker
@@ -75,7 +75,8 @@ async def run_node(config: NodeConfig, *, join: JoinLine, folder: Path, environ:
             node = _Node(config, join=join, folder=folder, environ=environ, identity=identity, stop=stop, report=report)
             await node.take_part()
             nursery.cancel_scope.cancel()
-    event(_log, "stopped", reason=stop.reason)
+        tally = report.submitter.tally if report.submitter is not None else Tally()
+        event(_log, "stopped", reason=stop.reason, accepted=tally.accepted, rejected=tally.rejected)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ A worker holds leases, an engine that generates one batch at a time, and weights
 - New weights let the running batch finish (drain), are loaded next, and send leases of older roots back.
 - While a batch runs, the leases of the next one are asked for, so that the engine never waits for the network; never
   more than can be finished within a lease's duration at the measured speed.
+- The engine begins the next batch while the last results are still being signed and written.
 - Every lease taken ends in one of three ways: :class:`LeaseDone`, :class:`GiveBack`, or the death of the process.
 - A learner that says "wait" is obeyed, one that hands out useless leases is asked ever less often.
 
@@ -80,15 +81,29 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeaseMade:
+    """Every sample of a lease in the batch is generated; its result is being checked, signed and written."""
+
+    lease_id: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaseDone:
-    """Every sample of a lease is generated and safe on disk."""
+    """The result of a lease that was made is safe on disk."""
+
+    lease_id: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseSpoiled:
+    """The result of a lease that was made is not fit to be sent, or could not be written."""
 
     lease_id: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchEnded:
-    """The engine has ended its batch; leases of it that are not done will not be."""
+    """The engine has ended its batch; leases of it that are not made will not be."""
 
     tokens: int
 
@@ -129,8 +144,8 @@ class Ticked:
 
 
 Event = (
-    Answered | NotAnswered | Verified | EngineUp | Loaded | LeaseDone | BatchEnded | EngineDown | Accepted | Held
-    | StopAsked | Ticked
+    Answered | NotAnswered | Verified | EngineUp | Loaded | LeaseMade | LeaseDone | LeaseSpoiled | BatchEnded
+    | EngineDown | Accepted | Held | StopAsked | Ticked
 )  # fmt: skip
 
 
@@ -208,7 +223,9 @@ class State:
     version: int = 0
     queue: tuple[Taken, ...] = ()
     batch: tuple[Taken, ...] = ()
-    """Leases in the engine that are not done."""
+    """Leases in the engine that are not made."""
+    finishing: tuple[Taken, ...] = ()
+    """Leases whose results are being signed and written."""
     batch_at: float = 0.0
     batch_fill: float = 0.0
     """Share of ``capacity.batch_samples`` that the running batch fills."""
@@ -235,7 +252,7 @@ class State:
     @property
     def leases_open(self) -> int:
         """Leases in hand."""
-        return len(self.queue) + len(self.batch)
+        return len(self.queue) + len(self.batch) + len(self.finishing)
 
 
 def advance(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -266,7 +283,7 @@ def next_tick(state: State) -> float:
 def waiting_for(state: State, now: float) -> str:
     """One sentence on what keeps the engine from generating; empty while it generates."""
     if state.stop_at is not None:
-        return "the last batch before stopping" if state.batch else "nothing: stopping"
+        return "the last batch before stopping" if state.batch or state.finishing else "nothing: stopping"
     if state.activity == "generating":
         return ""
     if state.activity == "down":
@@ -300,9 +317,14 @@ def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action
         case Loaded(root=root):
             # A load that ends after its engine has died says nothing about the next engine.
             return (replace(state, activity="idle", loaded=root) if state.activity == "loading" else state), ()
+        case LeaseMade(lease_id=lease_id):
+            made, rest = _split(state.batch, lease_id)
+            return replace(state, batch=rest, finishing=state.finishing + made), ()
         case LeaseDone(lease_id=lease_id):
-            rest = tuple(taken for taken in state.batch if taken.lease.lease_id != lease_id)
-            return replace(state, batch=rest, useless=0), ()
+            return replace(state, finishing=_split(state.finishing, lease_id)[1], useless=0), ()
+        case LeaseSpoiled(lease_id=lease_id):
+            spoiled, rest = _split(state.finishing, lease_id)
+            return _back_off(replace(state, finishing=rest), now), _give_back(spoiled, "node.engine")
         case BatchEnded(tokens=tokens):
             return _end_batch(state, now, tokens=tokens)
         case EngineDown(why=why):
@@ -321,10 +343,10 @@ def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action
 
 def _take(state: State, answer: Answered, now: float) -> tuple[State, tuple[Action, ...]]:
     """Take what was offered, but never more than there is room for, whatever the learner sends."""
-    known = {taken.lease.lease_id for taken in (*state.queue, *state.batch)}
+    known = {taken.lease.lease_id for taken in (*state.queue, *state.batch, *state.finishing)}
     offered = {lease.lease_id: lease for lease in answer.leases}
     new = [Taken(lease=lease, at=now) for lease_id, lease in offered.items() if lease_id not in known]
-    room = max(0, state.capacity.groups - state.leases_open)
+    room = max(0, state.capacity.groups - len(state.queue) - len(state.batch))
     fresh, excess = tuple(new[:room]), new[room:]
     if fresh:
         state = replace(state, queue=state.queue + fresh, duration_s=fresh[-1].lease.duration_s)
@@ -407,7 +429,7 @@ def _proceed_to_stop(state: State, now: float) -> tuple[State, tuple[Action, ...
     if state.batch and now >= state.stop_at:
         actions += (CancelBatch(), *_give_back(state.batch, "node.stopping"))
         state = replace(state, batch=())
-    if not state.batch and not state.stopped:
+    if not state.batch and not state.finishing and not state.stopped:
         actions += (Stopped(),)
         state = replace(state, stopped=True)
     return state, actions
@@ -485,7 +507,13 @@ def _wanted_groups(state: State) -> int:
         if state.activity == "generating" and 2 * state.batch_s * ahead / batch > safe_s:
             return 0
     missing = ahead - math.ceil(_samples(state.queue) / capacity.group_samples)
-    return max(0, min(missing, capacity.groups - state.leases_open, limits.MAX_GROUPS_PER_REQUEST))
+    return max(0, min(missing, capacity.groups - len(state.queue) - len(state.batch), limits.MAX_GROUPS_PER_REQUEST))
+
+
+def _split(leases: tuple[Taken, ...], lease_id: bytes) -> tuple[tuple[Taken, ...], tuple[Taken, ...]]:
+    """The lease called ``lease_id``, and the others."""
+    one = tuple(taken for taken in leases if taken.lease.lease_id == lease_id)
+    return one, tuple(taken for taken in leases if taken.lease.lease_id != lease_id)
 
 
 def _samples(leases: tuple[Taken, ...]) -> int:

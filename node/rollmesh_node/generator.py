@@ -15,7 +15,16 @@ from typing import Final
 
 import trio
 
-from rollmesh_node.decisions import BatchEnded, EngineDown, EngineUp, Event, LeaseDone, Loaded
+from rollmesh_node.decisions import (
+    BatchEnded,
+    EngineDown,
+    EngineUp,
+    Event,
+    LeaseDone,
+    LeaseMade,
+    LeaseSpoiled,
+    Loaded,
+)
 from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
 from rollmesh_node.engine.pipe import group_body, read_rollout
 from rollmesh_node.spool import Spool
@@ -167,9 +176,10 @@ class Generator:
                 raise HostError(f"the engine cannot load {self._card.model.source}: {error.detail}") from error
             self._end(child, error, "load the weights")
             return
+        took_s = round(trio.current_time() - started, 2)
+        level = logging.DEBUG if self._has_loaded else logging.INFO  # the first load is news, a swap is every minute's
+        event(_log, "the engine holds the weights", level=level, version=view.version, load_s=took_s)
         self._has_loaded = True
-        took_s = trio.current_time() - started
-        event(_log, "engine holds the weights", version=view.version, step=view.step, load_s=round(took_s, 2))
         self._feed(Loaded(root=view.root))
 
     def _load_body(self, image: str) -> dict[str, object]:
@@ -195,31 +205,32 @@ class Generator:
 
     # --- leases ------------------------------------------------------------------------------------------------------
     async def generate(self, leases: Sequence[Lease]) -> None:
-        """Generate one batch; reports each lease that is done, and in the end that the batch has ended."""
+        """Generate one batch; reports each lease that is made, and in the end that the batch has ended."""
         batch = _Batch({key: _Open(lease=lease) for key, lease in enumerate(leases)}, started=trio.current_time())
         child = self._supervisor.child
         if child is not None:
-            async with trio.open_nursery() as finishing:
-                with trio.CancelScope() as self._running:
-                    try:
-                        await self._take_rollouts(child, batch, finishing)
-                    except RollmeshError as error:
-                        self._end(child, error, "generate")
+            with trio.CancelScope() as self._running:
+                try:
+                    await self._take_rollouts(child, batch)
+                except RollmeshError as error:
+                    self._end(child, error, "generate")
         self._feed(BatchEnded(tokens=batch.tokens))
 
     def cancel_batch(self) -> None:
         """End the running batch; what is complete of it is kept."""
         self._running.cancel()
 
-    async def _take_rollouts(self, child: Child, batch: _Batch, finishing: trio.Nursery) -> None:
+    async def _take_rollouts(self, child: Child, batch: _Batch) -> None:
         """Call the engine, and finish each lease in a task of its own, so that the engine never waits for the disk."""
+        assert self._nursery is not None
         body = {"requests": [group_body(self._request(key, held.lease)) for key, held in batch.leases.items()]}
         patience_s = max(LEAST_ITEM_S, *(held.lease.duration_s for held in batch.leases.values()))
         async with child.stream("generate", body, item_deadline_s=patience_s) as items:
             async for item in items:
                 held = batch.place(read_rollout(item))
                 if held.is_complete:
-                    finishing.start_soon(self._finish, held, trio.current_time() - batch.started)
+                    self._feed(LeaseMade(lease_id=held.lease.lease_id))
+                    self._nursery.start_soon(self._finish, held, trio.current_time() - batch.started)
 
     def _request(self, key: int, lease: Lease) -> GroupRequest:
         return GroupRequest(
@@ -247,8 +258,8 @@ class Generator:
             sealed = seal(body, run=self._card.run, kind="result", identity=self._identity).encode()
             await trio.to_thread.run_sync(self._spool.put, lease.lease_id, sealed)
         except (Refused, HostError) as error:
-            # Not done: the lease goes back when the batch ends.
             event(_log, "a result is not fit to be sent", level=logging.ERROR, code=error.code, why=error.detail)
+            self._feed(LeaseSpoiled(lease_id=lease.lease_id))
             return
         self._feed(LeaseDone(lease_id=lease.lease_id))
         self._on_result(lease.lease_id)

@@ -104,6 +104,13 @@ RESERVED_CONNECTIONS: Final = 8
 """Slots that strangers cannot take, kept for our own dials."""
 MAX_HANDSHAKES: Final = 64
 """Connections being negotiated at one time."""
+HANDSHAKES_PER_BLOCK: Final = 8
+"""Of these, from one address block."""
+ARRIVALS_PER_BLOCK_S: Final = 2.0
+"""New connections a second from one address block, averaged; a handshake costs us 2 ms of one core."""
+ARRIVALS_BURST: Final = 64
+MAX_BLOCKS: Final = 4096
+"""Address blocks whose arrivals are remembered; the oldest are forgotten first."""
 HANDSHAKE_BYTES: Final = 128 * KIB
 """What a stranger may send before the handshake is over; an honest one takes under 2 KiB."""
 MAX_OFFENCES: Final = 20

@@ -35,7 +35,12 @@ def image_of(version: int, layout: Layout = LAYOUT) -> bytes:
 
 @contextlib.asynccontextmanager
 async def open_learner(
-    folder: Path, *, card: RunCard | None = None, identity: Identity = LEARNER, port: int = 0
+    folder: Path,
+    *,
+    card: RunCard | None = None,
+    identity: Identity = LEARNER,
+    port: int = 0,
+    image: bytes | None = None,
 ) -> AsyncIterator[FakeLearner]:
     """A fake learner that has published version 1."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,7 @@ async def open_learner(
     async with open_mesh(options) as mesh, trio.open_nursery() as nursery:
         learner = FakeLearner(mesh, identity=identity, card=card or make_card(), folder=folder)
         nursery.start_soon(learner.run)
-        await learner.publish(image_of(1, learner.card.layout))
+        await learner.publish(image if image is not None else image_of(1, learner.card.layout))
         yield learner
         nursery.cancel_scope.cancel()
 

@@ -11,7 +11,7 @@ import trio
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused, UsageError
 from rollmesh_protocol.identity import Identity
-from tests.support.mesh_worlds import WORLDS, seed
+from tests.support.mesh_worlds import WORLDS, eventually, seed
 
 ECHO = "/rollmesh/1/echo"
 TOPIC = "/rollmesh/1/run/policy"
@@ -29,7 +29,7 @@ async def echo(stream):
 
 
 async def settle():
-    """Let gossip subscriptions travel; in the memory world nothing needs it."""
+    """Time for what should not happen to happen."""
     await trio.sleep(0.3)
 
 
@@ -61,7 +61,7 @@ async def test_a_peer_is_named_by_its_key(world):
 async def test_links_appear_on_both_sides_and_go_on_both_sides(world):
     async with AsyncExitStack() as stack:
         a, b = await linked(stack, world)
-        await settle()
+        await eventually(a.links)
         assert (a.links()[b.peer_id].outbound, b.links()[a.peer_id].outbound) == (False, True)
         assert b.links()[a.peer_id].address in a.addresses[0]
         assert await b.connect(a.addresses[0]) == a.peer_id  # again: nothing happens
@@ -236,7 +236,7 @@ async def test_gossip_reaches_subscribers_through_others_and_not_its_author(worl
             return author == a.peer_id
 
         heard = {mesh.peer_id: mesh.subscribe(TOPIC, accept=from_a) for mesh in (a, b, c)}
-        await settle()
+        await world.gossip_is_up(a, b, c, topic=TOPIC)
         await a.publish(TOPIC, b"policy 1")
         for mesh in (b, c):
             assert await within(5, heard[mesh.peer_id].receive) == b"policy 1"
@@ -256,7 +256,7 @@ async def test_what_the_judge_refuses_is_neither_delivered_nor_passed_on(world):
 
         at_b = b.subscribe(TOPIC, accept=nothing_bad)
         at_c = c.subscribe(TOPIC, accept=lambda _author, _message: True)
-        await settle()
+        await world.gossip_is_up(a, b, c, topic=TOPIC)
         await a.publish(TOPIC, b"bad")
         await a.publish(TOPIC, b"good")
         assert await within(5, at_b.receive) == b"good"
@@ -277,7 +277,7 @@ async def test_a_judge_that_fails_refuses(world):
             return True
 
         heard = b.subscribe(TOPIC, accept=broken)
-        await settle()
+        await world.gossip_is_up(a, b, topic=TOPIC)
         await a.publish(TOPIC, b"first")
         await a.publish(TOPIC, b"second")
         assert await within(5, heard.receive) == b"second"
@@ -287,7 +287,7 @@ async def test_an_oversized_message_is_refused_at_its_source(world):
     async with AsyncExitStack() as stack:
         a, b = await linked(stack, world)
         heard = b.subscribe(TOPIC, accept=lambda _author, _message: True)
-        await settle()
+        await world.gossip_is_up(a, b, topic=TOPIC)
         with pytest.raises(Refused) as refusal:
             await a.publish(TOPIC, bytes(limits.GOSSIP_BYTES + 1))
         assert refusal.value.code == "request.too_large"

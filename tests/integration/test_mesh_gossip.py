@@ -16,7 +16,7 @@ from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.mesh.keeping import LinkKeeper
 from rollmesh_protocol import limits
 from tests.support.mesh_hostile import attack, begin, prefixed, stock_host
-from tests.support.mesh_worlds import eventually, seed
+from tests.support.mesh_worlds import eventually, gossip_is_up, seed
 
 TOPIC = "/rollmesh/1/run/policy"
 MESHSUB = "/meshsub/1.1.0"
@@ -75,7 +75,7 @@ async def test_a_stranger_is_neither_heard_nor_passed_on():
         judged = []
         third = far.subscribe(TOPIC, accept=lambda author, message: judged.append((author, message)) or True)
         at_far.close()
-        await trio.sleep(0.5)
+        await gossip_is_up(learner, middle, far, topic=TOPIC)
         stream = await begin(await attack(stranger, middle.addresses[0]), MESHSUB)
         await publish_raw(stream, signed(stranger, b"I am the learner"))
         await learner.publish(TOPIC, b"policy 1")
@@ -88,7 +88,7 @@ async def test_a_genuine_message_that_a_stranger_repeats_is_dropped_and_does_not
     """The stranger is first with the learner's words, which must not make the learner's own a repetition."""
     async with line(3) as (learner, middle, far), stock_host() as stranger:
         at_middle, at_far = listen_to(learner.peer_id, middle, far)
-        await trio.sleep(0.5)
+        await gossip_is_up(learner, middle, far, topic=TOPIC)
         streams = [await begin(await attack(stranger, mesh.addresses[0]), MESHSUB) for mesh in (middle, far)]
         for stream in streams:
             await publish_raw(stream, signed(stranger, b"policy 1"))
@@ -106,7 +106,7 @@ async def test_a_genuine_message_that_a_stranger_repeats_is_dropped_and_does_not
 async def test_a_message_under_the_learners_name_needs_the_learners_signature():
     async with line(2) as (learner, middle), stock_host() as stranger:
         (heard,) = listen_to(learner.peer_id, middle)
-        await trio.sleep(0.3)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         stream = await begin(await attack(stranger, middle.addresses[0]), MESHSUB)
         forged = signed(stranger, b"policy 9")
         forged.from_id = ID.from_base58(learner.peer_id).to_bytes()
@@ -124,7 +124,7 @@ async def test_a_flood_is_cut_to_the_pace_and_starves_nobody():
             return author == learner.peer_id or message.startswith(b"flood")
 
         heard = middle.subscribe(TOPIC, accept=judge)
-        await trio.sleep(0.3)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         stream = await begin(await attack(flooder, middle.addresses[0]), MESHSUB)
         for number in range(50):
             await publish_raw(stream, signed(flooder, b"flood %d" % number, seqno=number.to_bytes(8, "big")))
@@ -138,7 +138,7 @@ async def test_a_flood_is_cut_to_the_pace_and_starves_nobody():
 async def test_a_flood_that_goes_on_ends_the_connection():
     async with line(2) as (learner, middle), stock_host() as flooder:
         (heard,) = listen_to(learner.peer_id, middle)
-        await trio.sleep(0.3)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         connection = await attack(flooder, middle.addresses[0])
         stream = await begin(connection, MESHSUB)
         with trio.move_on_after(10):
@@ -156,7 +156,7 @@ async def test_a_flood_that_goes_on_ends_the_connection():
 async def test_an_oversized_rpc_is_not_read_and_gossip_goes_on():
     async with line(2) as (learner, middle), stock_host() as stranger:
         (heard,) = listen_to(learner.peer_id, middle)
-        await trio.sleep(0.3)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         stream = await begin(await attack(stranger, middle.addresses[0]), MESHSUB)
         for _ in range(3):
             with suppress(BaseLibp2pError):
@@ -183,7 +183,7 @@ async def test_an_iwant_that_repeats_an_id_is_answered_once():
     """The library answers with one copy for each repetition: a gigabyte for a megabyte."""
     async with line(2) as (learner, middle), stock_host() as stranger:
         (heard,) = listen_to(learner.peer_id, middle)
-        await trio.sleep(0.3)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         await learner.publish(TOPIC, bytes(60_000))
         await heard.receive()
         (mid,) = learner._gossip.overlay.mcache.msgs
@@ -235,9 +235,8 @@ async def test_a_publisher_that_restarts_is_heard_again_through_others():
 async def test_a_late_subscriber_hears_what_comes_next():
     async with line(2) as (learner, middle):
         await learner.publish(TOPIC, b"policy 1")
-        await trio.sleep(0.2)
         (heard,) = listen_to(learner.peer_id, middle)
-        await trio.sleep(0.5)
+        await gossip_is_up(learner, middle, topic=TOPIC)
         await learner.publish(TOPIC, b"policy 2")
         assert (await drain(heard))[-1] == b"policy 2"
 
@@ -251,7 +250,7 @@ async def test_many_peers_around_one_learner_all_hear():
         heard = listen_to(learner.peer_id, *nodes)
         for node in nodes:
             await node.connect(learner.addresses[0])
-        await trio.sleep(1)
+        await eventually(lambda: len(subscribers(learner)) == len(nodes))
         started = trio.current_time()
         await learner.publish(TOPIC, b"policy 1")
         with trio.fail_after(5):

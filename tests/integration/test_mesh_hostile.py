@@ -46,6 +46,10 @@ async def echo(stream):
         await stream.send(await stream.receive(1 << 20))
 
 
+async def hold(_stream):
+    await trio.sleep(5)
+
+
 @asynccontextmanager
 async def victim():
     """A mesh, and an honest peer that is linked to it; at the end the honest peer must still be served."""
@@ -202,6 +206,22 @@ async def test_offences_add_up_until_the_peer_is_shut_out():
         assert str(host.get_id()) not in mesh.links()
 
 
+async def test_streams_that_break_are_no_offence():
+    """A client that gives up, or a connection that goes with many streams under way, is nobody's fault."""
+    async with victim() as mesh, stock_host() as host:
+        connection = await attack(host, mesh.addresses[0])
+        for _ in range(3 * limits.MAX_OFFENCES):
+            stream = await connection.open_stream()
+            await stream.reset()
+        for _ in range(2 * limits.MAX_OFFENCES):
+            await connection.open_stream()
+        await trio.sleep(0.1)
+        await connection.close()
+        await trio.sleep(0.3)
+        assert not mesh._swarm.offences.is_banned(str(host.get_id()), now=trio.current_time())
+        assert not (await attack(host, mesh.addresses[0])).is_closed
+
+
 async def test_row_3_a_peer_that_ignores_flow_control_is_cut_off_and_takes_no_memory():
     async with mesh_process(1) as child:
         before = (await child.ask("rss"))["rss"]
@@ -220,7 +240,7 @@ async def test_row_3_a_peer_that_ignores_flow_control_is_cut_off_and_takes_no_me
 
 async def test_row_3_a_window_is_held_to_the_byte():
     async with victim() as mesh, stock_host() as host:
-        mesh.serve("/rollmesh/1/hold", lambda _stream: trio.sleep(5))
+        mesh.serve("/rollmesh/1/hold", hold)
         connection = await attack(host, mesh.addresses[0])
         stream = await begin(connection, "/rollmesh/1/hold")
         spent = len(encode_delim(b"/multistream/1.0.0") + encode_delim(b"/rollmesh/1/hold"))

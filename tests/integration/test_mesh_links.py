@@ -101,6 +101,31 @@ async def test_one_address_block_gets_its_share(monkeypatch):
         await raws[1].close()
 
 
+async def test_one_address_block_shakes_few_hands_at_a_time(monkeypatch):
+    monkeypatch.setattr(swarm_module, "block_of", lambda _endpoint: "203.0.113.0/24")
+    async with listening(1) as mesh:
+        endpoint = parse_peer_address(mesh.addresses[0]).endpoint
+        silent = [await trio.open_tcp_stream(endpoint.host, endpoint.port) for _ in range(limits.HANDSHAKES_PER_BLOCK)]
+        await eventually(lambda: mesh._swarm._handshakes == limits.HANDSHAKES_PER_BLOCK)
+        with pytest.raises(Exception, match="."):
+            await handshake(mesh.addresses[0])
+        monkeypatch.setattr(swarm_module, "block_of", lambda _endpoint: "198.51.100.0/24")
+        await (await handshake(mesh.addresses[0])).close()
+        for stream in silent:
+            await stream.aclose()
+
+
+async def test_one_address_block_arrives_at_a_bounded_pace(monkeypatch):
+    monkeypatch.setattr(swarm_module, "block_of", lambda _endpoint: "203.0.113.0/24")
+    monkeypatch.setattr(limits, "ARRIVALS_BURST", 5)
+    monkeypatch.setattr(limits, "ARRIVALS_PER_BLOCK_S", 0.1)
+    async with listening(1) as mesh:
+        for _ in range(5):
+            await (await handshake(mesh.addresses[0])).close()
+        with pytest.raises(Exception, match="."):
+            await handshake(mesh.addresses[0])
+
+
 async def test_silent_strangers_are_bounded_in_number_and_in_time(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_S", 0.5)
     async with listening(1) as mesh:

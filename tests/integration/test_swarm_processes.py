@@ -119,7 +119,7 @@ def is_whole(tmp_path, number, edge):
 
 async def test_four_nodes_fetch_thirty_megabytes_mostly_from_each_other(tmp_path):
     edge = published()
-    with trio.fail_after(25):
+    with trio.fail_after(90):
         async with learner_with(edge, tmp_path / "learner") as learner, AsyncExitStack() as stack:
             nodes = await start_nodes(stack, learner, edge, tmp_path)
             figures = [await node.hear() for node in nodes]
@@ -134,7 +134,7 @@ async def test_four_nodes_fetch_thirty_megabytes_mostly_from_each_other(tmp_path
 
 async def test_the_rest_finish_when_one_node_is_killed_and_one_is_stopped(tmp_path):
     edge = published()
-    with trio.fail_after(25):
+    with trio.fail_after(90):
         async with (
             learner_with(edge, tmp_path / "learner", upload_bytes_per_s=SLOW) as learner,
             AsyncExitStack() as stack,
@@ -154,7 +154,7 @@ async def test_the_rest_finish_when_one_node_is_killed_and_one_is_stopped(tmp_pa
 
 async def test_the_nodes_finish_among_themselves_when_the_learner_is_gone(tmp_path):
     edge = published()
-    with trio.fail_after(25):
+    with trio.fail_after(90):
         async with AsyncExitStack() as stack:
             async with learner_with(edge, tmp_path / "learner", upload_bytes_per_s=SLOW) as learner:
                 nodes = await start_nodes(stack, learner, edge, tmp_path)

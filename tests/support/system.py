@@ -21,6 +21,7 @@ from pathlib import Path
 import trio
 
 from rollmesh_peer.control import ask_control
+from rollmesh_peer.folders import control_sockets
 from rollmesh_peer.testing.letters import NAME as LETTERS
 from rollmesh_peer.testing.tiny_model import prepare_tiny
 from rollmesh_protocol.errors import LinkLost
@@ -89,7 +90,7 @@ class Daemon:
         return [pid for pid in children_of(self.pid) if module in command_of(pid)]
 
     async def ask(self) -> StatusAnswer | None:
-        for path in (self.home / "control").glob("*.sock"):
+        for path in control_sockets(environ={"ROLLMESH_HOME": str(self.home)}):
             with contextlib.suppress(LinkLost):
                 return await ask_control(path, StatusRequest(page=0))
         return None
@@ -134,9 +135,7 @@ class System:
             daemon.start(faults=faults)
         return daemon
 
-    async def until_run(
-        self, condition: Callable[[RunStatus], bool], *, timeout_s: float = PATIENCE_S
-    ) -> RunStatus:
+    async def until_run(self, condition: Callable[[RunStatus], bool], *, timeout_s: float = PATIENCE_S) -> RunStatus:
         """The learner's first status for which ``condition`` holds."""
         last: RunStatus | None = None
         with trio.move_on_after(timeout_s):

@@ -73,7 +73,6 @@ class PolicyTrainer:
         batch = flatten(
             samples, advantages=advantages, device=self._model.device, has_reference=self._reference is not None
         )
-        self._optimiser.clear()
         if self._reference is not None:
             assert batch.reference is not None
             with tally.timed("old"):

@@ -18,9 +18,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rollmesh_node.engine import memory
+from rollmesh_node.engine import memory, packed_linear
 from rollmesh_node.engine.backend import GroupRequest, Rollout, Stats, Weights
 from rollmesh_node.engine.decoding import Decoder
+from rollmesh_node.engine.packed_linear import PackedLinear
 from rollmesh_peer.models.image import check_reload, copy_image_into
 from rollmesh_peer.models.loader import Arithmetic, best_device, load_model
 from rollmesh_protocol.errors import ChildFailed
@@ -44,6 +45,7 @@ class TransformersBackend:
         self._dtype = dtype
         self._model: PreTrainedModel | None = None
         self._layout: Layout | None = None
+        self._packed: list[PackedLinear] = []
         self._stats = Stats(
             notes={
                 "device": self._device,
@@ -57,12 +59,14 @@ class TransformersBackend:
     def load(self, weights: Weights) -> None:
         """Build the model; see :meth:`.backend.Backend.load`."""
         started = time.perf_counter()
-        self._model = None
+        self._model, self._packed = None, []
         memory.require(weights.layout.image_bytes * (2 if self._dtype == "float32" else 1), device=self._device)
         self._model = load_model(
             weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype, device=self._device
         )
         self._layout = weights.layout
+        if packed_linear.is_useful(self._model):
+            self._packed = packed_linear.install(self._model)
         self._loaded(started)
 
     def swap(self, image: Path) -> None:
@@ -74,6 +78,8 @@ class TransformersBackend:
         self._model = None  # until the check has passed: half-copied weights must not generate
         copy_image_into(model, layout=layout, image=image)
         check_reload(model, layout=layout, image=image)
+        for linear in self._packed:
+            linear.pack()
         self._model = model
         self._loaded(started)
 

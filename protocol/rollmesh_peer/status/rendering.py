@@ -19,7 +19,7 @@ from rich.text import Text
 from rollmesh_peer.status.words import ABSENT, ago, clean, count, duration, rate, share, size
 from rollmesh_protocol import limits
 from rollmesh_protocol.identity import short
-from rollmesh_protocol.messages import Head, Standing
+from rollmesh_protocol.messages import Standing
 from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, StatusAnswer
 
 STANDING_STYLES: Final = {"new": "default", "probation": "yellow", "full": "green", "quarantined": "bold red"}
@@ -61,7 +61,7 @@ def _run(run: RunStatus, *, width: int) -> list[RenderableType]:
     facts = [
         ("state", Text(clean(run.state))),
         ("step", Text(f"{count(run.step)} of {count(run.steps)}" if run.steps else count(run.step))),
-        ("head", _head(run.head)),
+        ("head", _head(run)),
         ("reward", Text(reward)),
         ("groups", Text(f"{count(run.groups_leased)} leased, {count(run.groups_ready)} ready")),
         ("rollouts", _outcome(run.rollouts_accepted, run.rollouts_rejected)),
@@ -199,10 +199,13 @@ def _peer(peer: str) -> str:
     return f"..{clean(short(peer))}"
 
 
-def _head(head: Head) -> Text:
+def _head(run: RunStatus) -> Text:
+    head = run.head
     if not head.version:
         return Text("nothing published yet")
-    return Text.assemble(f"version {count(head.version)}  ", (f"root {head.root.hex()[:12]}", "dim"))
+    is_patch = 0 < run.head_bytes < run.model_bytes
+    patch = f"a patch of {size(run.head_bytes)} to {size(run.model_bytes)}  " if is_patch else ""
+    return Text.assemble(f"version {count(head.version)}  ", patch, (f"root {head.root.hex()[:12]}", "dim"))
 
 
 def _outcome(accepted: int, rejected: int) -> Text:

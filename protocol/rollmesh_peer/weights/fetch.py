@@ -140,7 +140,9 @@ class Fetch:
             self._picker.lose(peer)
             self._stop(peer)
         for peer, bitmap in others.items():
-            if peer not in linked or self._offered.get(peer) == bitmap or not around.conduct.is_free(peer, now=now):
+            if peer not in linked or self._offered.get(peer) == bitmap or not around.exchange.may_ask(peer):
+                continue
+            if not around.conduct.is_free(peer, now=now):
                 continue
             if peer in self._offered or len(self._offered) <= 2 * limits.MAX_NEIGHBOURS or peer == around.learner:
                 self._offered[peer] = bitmap
@@ -244,7 +246,10 @@ class Fetch:
                 self._picker.busy(ask, now=trio.current_time())
             case "request.unknown":
                 self._picker.lacks(ask)
-            case "node.not_admitted" | "node.quarantined" | "chunk.served" | "version.unsupported":
+            case "node.not_admitted":
+                self._around.exchange.show_again(ask.peer)
+                self._failed(ask)
+            case "node.quarantined" | "chunk.served" | "version.unsupported":
                 if ask.peer in self._picker.live_sources:
                     self._struck_out(ask.peer, trio.current_time())
             case _:

@@ -1,9 +1,10 @@
 """Have streams: two peers keep each other told which chunks of one payload they hold, for as long as either needs any.
 
 Either side may open one, so a node that nobody can dial is a source as well: its chunks are asked for over the
-connection that it opened itself. Opening one also shows our pass. Invariant: at most
-``limits.MAX_HAVE_STREAMS_PER_PEER`` streams of one peer; an update at least every ``HAVE_ALIVE_S``, so that silence
-means that the other side is gone. Chunks travel elsewhere (:mod:`~rollmesh_peer.weights.seeding`).
+connection that it opened itself. Opening one also shows our pass, so each side opens one the first time they meet;
+after that one is enough. Invariant: at most ``limits.MAX_HAVE_STREAMS_PER_PEER`` streams of one peer; an update at
+least every ``HAVE_ALIVE_S``, so that silence means that the other side is gone. Chunks travel elsewhere
+(:mod:`~rollmesh_peer.weights.seeding`).
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class HaveExchange:
         self._origin = origin
         self._boards: dict[bytes, Board] = {}
         self._inbound: Counter[str] = Counter()
+        self._shown: set[str] = set()
+        """Peers that have seen our pass."""
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
@@ -122,14 +125,23 @@ class HaveExchange:
             board.learn(held_bits(held, chunk_count=manifest.chunk_count))
 
     def join(self, board: Board, peer: str) -> None:
-        """See to it that there is a stream with ``peer``, soon."""
+        """See to it that there is a stream with ``peer``, and that it has seen our pass, soon."""
         now = trio.current_time()
         sealed = self._admission()
-        if self._nursery is None or sealed is None or peer in board.talking or now < board.retry_at.get(peer, now):
+        is_talking = peer in board.opened or (peer in board.talking and peer in self._shown)
+        if self._nursery is None or sealed is None or is_talking or now < board.retry_at.get(peer, now):
             return
         self._enter(board, peer)
         board.opened.add(peer)
         self._nursery.start_soon(self._open, board, peer, sealed)
+
+    def may_ask(self, peer: str) -> bool:
+        """True when ``peer`` has seen our pass."""
+        return peer in self._shown
+
+    def show_again(self, peer: str) -> None:
+        """``peer`` does not know our pass (any more)."""
+        self._shown.discard(peer)
 
     def _board(self, name: bytes) -> Board:
         board = self._boards.get(name)
@@ -190,10 +202,15 @@ class HaveExchange:
                 request = HaveRequest(admission=sealed, manifest=board.name, bitmap=told)
                 await stream.send(request.encode())
                 side = _Side(stream, answers=False)
-                board.hear(peer, await side.hear())
+                first = await side.hear()
+                self._shown.add(peer)
+                board.hear(peer, first)
             await self._converse(board, side, told=told)
         except (LinkLost, Refused, trio.TooSlowError) as error:
             log.debug("no have stream with %s: %s", short(peer), error)
+            if isinstance(error, Refused) and error.code == "request.busy":
+                self._shown.add(peer)  # a pass is looked at first
+                board.note()
         finally:
             if stream is not None:
                 await stream.reset()
@@ -274,4 +291,6 @@ class HaveExchange:
         if board.talking[peer] <= 0:
             del board.talking[peer]
             board.leave(peer)
+        if peer not in self._mesh.links():
+            self._shown.discard(peer)
         self._drop(board)

@@ -320,7 +320,7 @@ class Picker:
     def _strike(self, peer: str, source: _Source, ask: Ask, *, now: float) -> None:
         """One strike, unless the last one was for the same silence: one hiccup makes several chunks late at once."""
         source.window = 1
-        if ask.asked < source.struck_at and now < source.struck_at + self._late_s * source.patience:
+        if ask.asked <= source.struck_at and now < source.struck_at + self._late_s * source.patience:
             return
         source.struck_at = now
         source.strikes += 1

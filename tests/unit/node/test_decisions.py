@@ -24,6 +24,8 @@ from rollmesh_node.decisions import (
     GiveBack,
     Held,
     LeaseDone,
+    LeaseMade,
+    LeaseSpoiled,
     Load,
     Loaded,
     NotAnswered,
@@ -70,6 +72,11 @@ def generated(actions: list[Action]) -> list[int]:
     return [len(action.leases) for action in actions if isinstance(action, Generate)]
 
 
+def made(leases) -> list[Event]:
+    """What is reported of leases that come to a good end."""
+    return [kind(lease_id=lease.lease_id) for lease in leases for kind in (LeaseMade, LeaseDone)]
+
+
 def test_from_start_to_the_first_batch() -> None:
     state, actions = run(State(capacity=CAPACITY), Ticked())
     assert asked(actions) == [0]  # a sign of life before there is an engine
@@ -90,7 +97,7 @@ def test_a_batch_is_bounded_by_the_engine_and_the_rest_waits_in_order() -> None:
     state, actions = run(ready(), Answered(leases=leases))
     assert [a.leases for a in actions if isinstance(a, Generate)] == [leases[:4]]
     assert [taken.lease for taken in state.queue] == list(leases[4:])
-    done = [LeaseDone(lease_id=lease.lease_id) for lease in leases[:4]]
+    done = made(leases[:4])
     state, actions = run(state, *done, BatchEnded(tokens=100), now=2.0)
     assert [a.leases for a in actions if isinstance(a, Generate)] == [leases[4:]]
 
@@ -109,7 +116,7 @@ def test_new_weights_drain_the_batch_return_the_queue_and_are_loaded_next() -> N
     fresh = make_lease(version=2)
     state, actions = run(state, Answered(leases=(fresh,)))
     assert generated(actions) == []
-    done = [LeaseDone(lease_id=lease.lease_id) for lease in leases[:4]]
+    done = made(leases[:4])
     state, actions = run(state, *done, BatchEnded(tokens=100), now=2.0)
     assert Load() in actions and generated(actions) == []
     state, actions = run(state, Loaded(root=root_of(2)), now=2.1)
@@ -202,10 +209,30 @@ def test_no_more_than_fits_into_a_duration() -> None:
     assert asked(actions) == [1]
 
 
+def test_the_next_batch_begins_while_the_last_results_are_written() -> None:
+    leases = tuple(make_lease() for _ in range(8))
+    state, _ = run(ready(), Answered(leases=leases))
+    state, actions = run(state, *(LeaseMade(lease_id=lease.lease_id) for lease in leases[:4]), BatchEnded(tokens=9))
+    assert generated(actions) == [4] and state.leases_open == 8
+    state, actions = run(state, LeaseDone(lease_id=leases[0].lease_id), LeaseSpoiled(lease_id=leases[1].lease_id))
+    assert returned(actions) == {"node.engine": 1} and state.leases_open == 6
+    state, actions = run(state, EngineDown(why="gone"))
+    assert returned(actions) == {"node.engine": 4}  # what is being written needs no engine
+
+
+def test_a_stop_waits_for_results_that_are_being_written() -> None:
+    lease = make_lease()
+    state, _ = run(ready(), Answered(leases=(lease,)), LeaseMade(lease_id=lease.lease_id), BatchEnded(tokens=9))
+    state, actions = run(state, StopAsked(grace_s=5.0))
+    assert actions == []
+    state, actions = run(state, LeaseDone(lease_id=lease.lease_id))
+    assert actions == [Stopped()]
+
+
 def test_a_dead_engine_gives_everything_back_and_takes_nothing() -> None:
     state, _ = run(ready(), Answered(leases=tuple(make_lease() for _ in range(6))))
     first = state.batch[0].lease
-    state, actions = run(state, LeaseDone(lease_id=first.lease_id), EngineDown(why="it was killed"))
+    state, actions = run(state, *made([first]), EngineDown(why="it was killed"))
     assert returned(actions) == {"node.engine": 5}
     assert waiting_for(state, 0.0) == "it was killed"
     state, actions = run(state, NotAnswered(why="", retry_s=0), Ticked(), now=10.0)
@@ -241,7 +268,7 @@ def test_pause_returns_the_queue_and_lets_the_batch_end() -> None:
     state, _ = run(ready(), Answered(leases=leases))
     state, actions = run(state, Held(why="paused by the learner"))
     assert returned(actions) == {"node.paused": 2}
-    done = [LeaseDone(lease_id=lease.lease_id) for lease in leases[:4]]
+    done = made(leases[:4])
     state, actions = run(state, Answered(), *done, BatchEnded(tokens=10), now=5.0)
     assert waiting_for(state, 5.0) == "paused by the learner"
     state, actions = run(state, Held(why=""), Answered(), now=20.0)
@@ -253,7 +280,7 @@ def test_drain_generates_what_is_in_hand_and_takes_no_more() -> None:
     state, _ = run(ready(), Answered(leases=leases))
     state, actions = run(state, Answered(), Held(why="the run is ending", drain=True), now=4.0)
     assert returned(actions) == {} and asked(actions) == [0]
-    done = [LeaseDone(lease_id=lease.lease_id) for lease in leases[:4]]
+    done = made(leases[:4])
     state, actions = run(state, *done, BatchEnded(tokens=10), now=5.0)
     assert generated(actions) == [2]
 
@@ -264,7 +291,7 @@ def test_a_polite_stop_waits_for_a_batch_that_is_nearly_done() -> None:
     state, _ = run(state, Answered(leases=leases))
     state, actions = run(state, StopAsked(grace_s=5.0), now=8.0)
     assert returned(actions) == {"node.stopping": 2} and CancelBatch() not in actions
-    state, actions = run(state, *(LeaseDone(lease_id=lease.lease_id) for lease in leases[:4]), now=10.0)
+    state, actions = run(state, *made(leases[:4]), now=10.0)
     assert Stopped() in actions
 
 
@@ -328,14 +355,16 @@ class Ledger:
         self.alive = True
 
     def feed(self, event: Event) -> None:
+        if isinstance(event, LeaseMade):
+            self.running.discard(event.lease_id)
         if isinstance(event, LeaseDone):
             self.open.discard(event.lease_id)
-            self.running.discard(event.lease_id)
         self.state, actions = advance(self.state, event, self.now)
         for action in actions:
             self._obey(action)
-        assert {t.lease.lease_id for t in (*self.state.queue, *self.state.batch)} == self.open
-        assert self.state.leases_open <= CAPACITY.groups
+        held = (*self.state.queue, *self.state.batch, *self.state.finishing)
+        assert {taken.lease.lease_id for taken in held} == self.open and self.state.leases_open == len(self.open)
+        assert len(self.state.queue) + len(self.state.batch) <= CAPACITY.groups
         assert self.requests in (0, 1)
 
     def _obey(self, action: Action) -> None:
@@ -371,7 +400,9 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
         if ledger.state.activity == "loading":
             choices += ["loaded", "loaded"]
         if ledger.running:
-            choices += ["done", "done", "ended"]
+            choices += ["made", "made", "ended"]
+        if ledger.state.finishing:
+            choices += ["done", "spoiled"]
         match data.draw(st.sampled_from(choices)):
             case "tick":
                 ledger.feed(Ticked())
@@ -398,13 +429,19 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
                 ledger.feed(Loaded(root=root_of(data.draw(st.integers(max(0, ledger.version - 1), ledger.version)))))
             case "up":
                 ledger.feed(EngineUp())
-            case "done":
-                ledger.feed(LeaseDone(lease_id=data.draw(st.sampled_from(sorted(ledger.running)))))
+            case "made":
+                ledger.feed(LeaseMade(lease_id=data.draw(st.sampled_from(sorted(ledger.running)))))
+            case "done" | "spoiled" as end:
+                finishing = sorted(taken.lease.lease_id for taken in ledger.state.finishing)
+                lease_id = data.draw(st.sampled_from(finishing))
+                ledger.feed(LeaseDone(lease_id=lease_id) if end == "done" else LeaseSpoiled(lease_id=lease_id))
             case "ended":
                 ledger.running = set()
                 ledger.feed(BatchEnded(tokens=data.draw(st.integers(0, 100))))
         assert next_tick(ledger.state) > ledger.now or ledger.state.asking or _has_progress(ledger)
     ledger.feed(StopAsked(grace_s=1.0))
+    for taken in ledger.state.finishing:
+        ledger.feed(LeaseDone(lease_id=taken.lease.lease_id))
     ledger.now += 1.0
     ledger.feed(Ticked())
     assert ledger.state.stopped and not ledger.open

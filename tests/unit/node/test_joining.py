@@ -54,6 +54,7 @@ async def test_join_checks_the_card_and_keeps_the_pass(tmp_path: Path) -> None:
 
 async def test_a_card_that_the_volunteer_refuses_ends_the_joining(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world:
+
         def refuse(card) -> None:
             raise Refused("card.limits", "too much")
 
@@ -144,5 +145,3 @@ async def _member(world: World) -> None:
     with trio.fail_after(SOON_S):
         await world.membership.join()
     world.nursery.start_soon(world.membership.keep)
-
-

@@ -72,6 +72,4 @@ async def open_world(folder: Path, *, card=None) -> AsyncIterator[World]:
 
 
 def hello() -> Hello:
-    return Hello(
-        majors=(MAJOR,), software="test", name="pc", role="worker", engine=None, addresses=(), invite=None
-    )
+    return Hello(majors=(MAJOR,), software="test", name="pc", role="worker", engine=None, addresses=(), invite=None)

@@ -58,7 +58,14 @@ async def test_another_file_in_the_way_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "nonsense",
-    [b"", b"\0", b"\0\0\0\4abcd", (limits.SMALL_BYTES + 1).to_bytes(4, "big"), b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n"],
+    [
+        b"",
+        b"\0",
+        b"\0\0\0\4abcd",
+        (limits.SMALL_BYTES + 1).to_bytes(4, "big"),
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n",
+    ],
 )
 async def test_nonsense_ends_its_own_connection_only(tmp_path: Path, nonsense: bytes) -> None:
     path = tmp_path / "node.sock"

@@ -27,9 +27,7 @@ def of_run(*peers, width: int = 160, **fields) -> str:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 200])
 def test_every_width_shows_each_peer_its_counts_and_what_it_waits_for(width: int) -> None:
-    page = of_run(
-        peer(1), peer(2, waiting_for="the weights of version 12"), peer(3, waiting_for="leases"), width=width
-    )
+    page = of_run(peer(1), peer(2, waiting_for="the weights of version 12"), peer(3, waiting_for="leases"), width=width)
     lines = page.splitlines()
     assert max(map(len, lines)) <= width
     for number in (1, 2, 3):
@@ -45,6 +43,11 @@ def test_all_columns_at_a_wide_terminal_and_the_telling_ones_at_a_narrow_one() -
     for title in ("peer", "name", "engine", "tok/s", "accepted", "rejected", "last accepted", "standing"):
         assert title in wide
     assert "engine" not in narrow and "accepted" in narrow and "standing" in narrow
+
+
+def test_the_head_tells_what_a_patch_costs_and_an_anchor_is_none() -> None:
+    assert "a patch of 3.3 MB to 269 MB" in of_run(peer(1))
+    assert "patch" not in of_run(peer(1), head_bytes=269_031_000)
 
 
 def test_the_living_come_first_and_the_gone_say_since_when() -> None:
@@ -76,7 +79,9 @@ def test_strangers_cannot_draw_in_the_terminal() -> None:
     )
     assert "\x1b[2J" not in page and "\x1b]" not in page and "\x07" not in page and "\u202e" not in page
     assert "[bold red]x" in page  # shown as it is, never read as markup
-    node = drawn(StatusAnswer(run=None, node=node_status(name=evil, last_refusal=evil, run=evil)), width=80, colour=True)
+    node = drawn(
+        StatusAnswer(run=None, node=node_status(name=evil, last_refusal=evil, run=evil)), width=80, colour=True
+    )
     assert "\x1b[2J" not in node and "\x07" not in node
 
 

@@ -75,6 +75,23 @@ async def test_a_node_that_nobody_can_dial_serves_over_the_connection_it_opened(
         assert public.swarm.progress.chunks_from_peers == 12
 
 
+async def test_who_was_only_spoken_to_may_ask_as_well(world, autojump_clock):
+    """A peer shows its pass by opening a have stream; the other side of that stream must show its own."""
+    edge = edge_of(13)
+    async with world.node(1) as one, world.node(2, to=[one]) as two:
+        one.hold(edge, chunks=range(6))
+        two.hold(edge, chunks=range(6, 12))  # and nobody has the last one
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.swarm.fetch, edge.name)
+            await trio.sleep(1)
+            nursery.start_soon(two.swarm.fetch, edge.name)
+            with trio.fail_after(limits.REST_S):
+                while not len(one.store.held(edge.name)) == len(two.store.held(edge.name)) == 12:
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert one.fetching.conduct.next_release(now=0) is two.fetching.conduct.next_release(now=0) is None
+
+
 async def test_a_corrupt_chunk_ends_its_sender_and_costs_nobody_else_anything(world, autojump_clock):
     edge = edge_of(12)
     async with (

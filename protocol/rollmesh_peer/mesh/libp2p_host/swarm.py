@@ -8,7 +8,6 @@ no peer holds more than ``limits.MAX_CONNECTIONS_PER_PEER`` connections; nothing
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,9 +17,11 @@ from libp2p.crypto.keys import KeyPair
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
+from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from multiaddr import Multiaddr
 
 from rollmesh_peer.mesh.address import PeerAddress, block_of
@@ -39,11 +40,12 @@ StreamTask = Callable[[INetStream], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """How many connections: in all, of one address block, and in their handshake at a time."""
+    """How many connections: in all, of one address block, and of each of them in their handshake at a time."""
 
     connections: int
     per_block: int
     handshakes: int = limits.MAX_HANDSHAKES
+    handshakes_per_block: int = limits.HANDSHAKES_PER_BLOCK
 
 
 class GuardedSwarm(Swarm):
@@ -54,7 +56,7 @@ class GuardedSwarm(Swarm):
         self.offences = OffenceBook()
         self._handshakes = 0
         self._inbound = 0
-        self._blocks: Counter[str] = Counter()
+        self._blocks: dict[str, _Block] = {}
         self._opening: dict[str, TokenBucket] = {}
         self._lost: dict[ID, trio.Event] = {}
         peer_id = ID.from_pubkey(keys.public_key)
@@ -84,15 +86,10 @@ class GuardedSwarm(Swarm):
         try:
             if raw.remote is None or not await self.connection_gate.is_allowed(Multiaddr(str(raw.remote))):
                 return
-            if self._inbound >= max(1, self.caps.connections - limits.RESERVED_CONNECTIONS):
-                return
-            if self._handshakes >= self.caps.handshakes or (block and self._blocks[block] >= self.caps.per_block):
-                return
-            self._count(block, 1)
-            try:
-                await self._serve_counted(raw)
-            finally:
-                self._count(block, -1)
+            if block is None:
+                await self._serve_within_caps(raw, block=_Block(trio.current_time()))
+            else:
+                await self._serve_within_caps(raw, block=self._block(block))
         except Exception as error:  # noqa: BLE001 - whatever a stranger provokes in the handshake
             log.debug("an incoming connection from %s failed: %r", raw.remote, error)
         finally:
@@ -164,8 +161,9 @@ class GuardedSwarm(Swarm):
                     self.report(peer, "streams opened faster than they can be looked at")
                     return
                 await handle(stream)
+            except (StreamError, MuxedStreamError, MuxedConnError, LinkLost) as error:
+                log.debug("a stream of %s broke: %r", short(peer), error)
             except Exception as error:  # noqa: BLE001 - the boundary that keeps the host alive
-                log.debug("a stream of %s failed: %r", short(peer), error)
                 self.report(peer, repr(error))
             finally:
                 await give_up(stream)
@@ -181,22 +179,38 @@ class GuardedSwarm(Swarm):
                 self.manager.run_task(connection.close)
 
     # --- inside ------------------------------------------------------------------------------------------------------
-    async def _serve_counted(self, raw: GuardedConnection) -> None:
-        self._handshakes += 1
-        try:
-            muxed = await self.upgrade_inbound_raw_conn(raw, Multiaddr(str(raw.remote)))
-        finally:
-            self._handshakes -= 1
-        if isinstance(muxed, YamuxConnection):
-            await muxed.event_closed.wait()
-
-    def _count(self, block: str | None, delta: int) -> None:
-        self._inbound += delta
-        if block is None:
+    async def _serve_within_caps(self, raw: GuardedConnection, *, block: _Block) -> None:
+        if self._inbound >= max(1, self.caps.connections - limits.RESERVED_CONNECTIONS):
             return
-        self._blocks[block] += delta
-        if self._blocks[block] <= 0:
-            del self._blocks[block]
+        if self._handshakes >= self.caps.handshakes or not block.may_enter(self.caps, now=trio.current_time()):
+            return
+        self._inbound += 1
+        block.connections += 1
+        try:
+            muxed = await self._shake_hands(raw, block=block)
+            if isinstance(muxed, YamuxConnection):
+                await muxed.event_closed.wait()
+        finally:
+            block.connections -= 1
+            self._inbound -= 1
+
+    async def _shake_hands(self, raw: GuardedConnection, *, block: _Block) -> IMuxedConn:
+        self._handshakes += 1
+        block.handshakes += 1
+        try:
+            return await self.upgrade_inbound_raw_conn(raw, Multiaddr(str(raw.remote)))
+        finally:
+            block.handshakes -= 1
+            self._handshakes -= 1
+
+    def _block(self, name: str) -> _Block:
+        block = self._blocks.get(name)
+        if block is None:
+            idle = [other for other, state in self._blocks.items() if not state.connections]
+            for other in idle[: len(self._blocks) - limits.MAX_BLOCKS + 1]:
+                del self._blocks[other]
+            block = self._blocks[name] = _Block(trio.current_time())
+        return block
 
     def _is_welcome(self, peer: str) -> bool:
         return peer != str(self.self_id) and not self.offences.is_banned(peer, now=trio.current_time())
@@ -209,6 +223,22 @@ class GuardedSwarm(Swarm):
             rate, burst = 2 * limits.MAX_REQUESTS_PER_S, 2 * limits.REQUEST_BURST
             bucket = self._opening[peer] = TokenBucket(rate=rate, burst=burst, now=now)
         return bucket.take(now)
+
+
+class _Block:
+    """What comes from one address block. Loopback has a fresh one for each connection: no bounds."""
+
+    def __init__(self, now: float) -> None:
+        self.connections = 0
+        self.handshakes = 0
+        self._arrivals = TokenBucket(rate=limits.ARRIVALS_PER_BLOCK_S, burst=limits.ARRIVALS_BURST, now=now)
+
+    def may_enter(self, caps: Caps, *, now: float) -> bool:
+        return (
+            self.connections < caps.per_block
+            and self.handshakes < caps.handshakes_per_block
+            and self._arrivals.take(now)
+        )
 
 
 def _dial_failure(address: PeerAddress, error: Exception) -> str:
