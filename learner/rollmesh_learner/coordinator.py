@@ -273,7 +273,7 @@ class _Learner:
         async with open_mesh(options) as mesh:
             reporter = self._make_reporter(mesh)
             exchange = HaveExchange(mesh, store=self._publisher.store, passes=self._passes, admission=lambda: None)
-            self._register(mesh, reporter, exchange)
+            welcome = self._register(mesh, reporter, exchange)
             announcer = Announcer(
                 mesh,
                 run=self._card.run,
@@ -283,7 +283,7 @@ class _Learner:
             await self._rewind(self._hands.trainer.opened_at_step)
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, control_socket("learner", self._folder), reporter.answer)
-                for loop in (self._prompts.run, self._desk.watch, exchange.run):
+                for loop in (self._prompts.run, self._desk.watch, welcome.watch, exchange.run):
                     nursery.start_soon(loop)
                 nursery.start_soon(self._scorer.run, self._on_scored)
                 nursery.start_soon(self._auditor.run, self._stepper.wake)
@@ -301,7 +301,7 @@ class _Learner:
                 nursery.cancel_scope.cancel()
         return Outcome(is_complete=is_complete, folder=self._folder, summary=summary)
 
-    def _register(self, mesh: Mesh, reporter: RunReporter, exchange: HaveExchange) -> None:
+    def _register(self, mesh: Mesh, reporter: RunReporter, exchange: HaveExchange) -> WelcomeDesk:
         config = self._config
         welcome = WelcomeDesk(
             AdmissionTerms(
@@ -331,6 +331,7 @@ class _Learner:
             StreamRoute(protocol=streams.CHUNK, handle=seeder.serve_chunks, deadline_s=STREAM_LIFE_S),
             StreamRoute(protocol=streams.HAVE, handle=exchange.serve, deadline_s=STREAM_LIFE_S),
         )
+        return welcome
 
     def _make_reporter(self, mesh: Mesh) -> RunReporter:
         return RunReporter(

@@ -132,7 +132,7 @@ class LeaseDesk:
     async def _give(self, node: Node, asked: LeaseRequest, *, now: float) -> tuple[tuple[bytes, ...], Wait | None]:
         held = self._versions.by_root(asked.root_held) if asked.root_held else None
         if held is None or not self._book.is_young(held.step):
-            why = f"work needs policy version {self._versions.head.version}; fetch it first"
+            why = f"the weights of version {self._versions.head.version}: there is no work for older ones"
             return (), Wait(seconds=_WAIT_FOR_WEIGHTS_S, why=why)
         holding = self._book.outstanding(node.peer)
         size = self._book.rules.samples_per_group
@@ -143,7 +143,7 @@ class LeaseDesk:
         )
         allowance = min(node.allowance(duration_s=duration_s, samples_per_group=size), self._fair_share(held, now=now))
         if allowance - holding < 1:
-            why = f"{holding} samples are on their way; more come as results arrive"
+            why = f"results of the {holding} samples that it holds; more come as they arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
         offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=groups, now=now)
         if not offers:
@@ -167,10 +167,10 @@ class LeaseDesk:
 
     def _why_no_work(self, held: Head) -> str:
         if not self._book.prompts and self._book.budget(held):
-            return "the learner is preparing prompts"
+            return "prompts, which the learner is preparing"
         if held.version < self._versions.head.version:
-            return f"the work left needs policy version {self._versions.head.version}"
-        return f"all work within staleness {self._book.rules.staleness} is given out; more comes with the next step"
+            return f"the weights of version {self._versions.head.version}: the work left is for them"
+        return f"the next step: all work within staleness {self._book.rules.staleness} is given out"
 
     def _make(
         self, offer: Offer, *, node: Node, held: Head, duration_s: float, now: float

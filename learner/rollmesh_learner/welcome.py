@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Final
 
 import trio
 
@@ -34,6 +35,10 @@ from rollmesh_protocol.messages import (
 )
 
 _log = logging.getLogger("rollmesh.learner.welcome")
+
+STRANGER_S: Final = 60.0
+"""Time for a hello after connecting, or for looking at the status."""
+_WATCH_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +115,19 @@ class WelcomeDesk:
         asked = EdgesRequest.decode(request, limit=limits.SMALL_BYTES)
         self._nodes.admitted(peer).last_seen = trio.current_time()
         return EdgesAnswer(head=self._versions.head, edges=self._edges_towards_head(asked.root)).encode()
+
+    async def watch(self) -> None:
+        """Let go of peers that connected and never said hello: they would hold places that nodes need. Never returns."""
+        since: dict[str, float] = {}
+        while True:
+            await trio.sleep(_WATCH_S)
+            now = trio.current_time()
+            strangers = [peer for peer in self._mesh.links() if not self._nodes.is_admitted(peer)]
+            since = {peer: since.get(peer, now) for peer in strangers}
+            for peer, first_seen in since.items():
+                if now - first_seen > STRANGER_S:
+                    _log.debug("%s was connected for %g s without joining; it is let go", short(peer), STRANGER_S)
+                    await self._mesh.disconnect(peer)
 
     async def _check(self, peer: str, hello: Hello, observed: str) -> None:
         if self._nodes.get(peer) is not None:

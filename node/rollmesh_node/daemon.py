@@ -11,7 +11,6 @@ Nobody imports this module but the command line.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from rollmesh_node.config import NodeConfig
 from rollmesh_node.decisions import Capacity
 from rollmesh_node.engine_setting import choose_engine
 from rollmesh_node.generator import EngineSetting, Generator
-from rollmesh_node.joining import Membership, pin_card
-from rollmesh_node.memory import engine_bytes, free_bytes
+from rollmesh_node.introduction import Introduction, own_limits
+from rollmesh_node.joining import Membership
 from rollmesh_node.narration import narrate
-from rollmesh_node.own_limits import OwnLimits, check_card, check_memory
 from rollmesh_node.places import KEY
 from rollmesh_node.report import NodeReport
 from rollmesh_node.spool import Spool
@@ -39,7 +37,7 @@ from rollmesh_node.uplink import Uplink
 from rollmesh_node.weights import NodeWeights, open_weights
 from rollmesh_node.worker import Worker
 from rollmesh_peer.control import serve_control
-from rollmesh_peer.folders import control_socket, models_folder, private_folder
+from rollmesh_peer.folders import control_socket, models_folder
 from rollmesh_peer.keys import hold_key
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
@@ -48,11 +46,10 @@ from rollmesh_peer.mesh.keeping import LinkKeeper
 from rollmesh_peer.mesh.peer_cache import PeerCache
 from rollmesh_peer.mesh.requests import Route, Router
 from rollmesh_peer.mesh.seam import Mesh
-from rollmesh_peer.status.words import count, size
 from rollmesh_protocol import limits, streams
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.identity import Identity
-from rollmesh_protocol.messages import MAJOR, Hello, Notice, RunCard
+from rollmesh_protocol.messages import Notice, RunCard
 
 SOFTWARE: Final = f"rollmesh {metadata.version('rollmesh')}"
 
@@ -113,12 +110,7 @@ class _Node:
         self._stop = stop
         self._report = report
         self._engine = choose_engine(config.engine, environ=environ) if config.node.role == "worker" else None
-        self._own = OwnLimits(
-            prompt_tokens=config.limits.prompt_tokens,
-            new_tokens=config.limits.completion_tokens,
-            disk_bytes=int(config.limits.disk_gb * limits.GIB),
-            download_bytes=int(config.limits.download_gb * limits.GIB),
-        )
+        self._own = own_limits(config)
 
     async def take_part(self) -> None:
         """Join and work. Returns after a polite stop, or when the run has ended."""
@@ -156,8 +148,17 @@ class _Node:
         report.uplink = uplink = Uplink(mesh, link)
         router = Router()
         router.register(mesh, _status_route(report))
+        introduction = Introduction(
+            config=self._config,
+            software=SOFTWARE,
+            folder=self._folder,
+            own=self._own,
+            engine=self._engine,
+            invite=self._join.invite,
+            addresses=lambda: mesh.addresses,
+        )
         report.membership = membership = Membership(
-            uplink, node=self._identity.peer, hello=lambda: self._hello(mesh), check=self._check_card
+            uplink, node=self._identity.peer, hello=introduction.hello, check=introduction.check
         )
         report.doing = "admission to the run"
         try:
@@ -168,9 +169,9 @@ class _Node:
             self._ended(refusal.detail)
             return
         report.run = card.run
-        self._show(card)
+        introduction.show(card)
         nursery.start_soon(self._keep_membership, membership)
-        folder = private_folder(self._run_folder(card))
+        folder = introduction.run_folder(card)
         await self._work(
             _Member(mesh=mesh, router=router, uplink=uplink, membership=membership, cache=cache, folder=folder)
         )
@@ -285,39 +286,6 @@ class _Node:
     def _ended(self, text: str) -> None:
         event(_log, "the run has ended; thank you for taking part", why=text)
         self._stop.ask("the run has ended")
-
-    def _hello(self, mesh: Mesh) -> Hello:
-        return Hello(
-            majors=(MAJOR,),
-            software=SOFTWARE,
-            name=self._config.node.name,
-            role=self._config.node.role,
-            engine=self._engine.declared if self._engine is not None else None,
-            addresses=mesh.addresses,
-            invite=self._join.invite,
-        )
-
-    def _check_card(self, card: RunCard) -> None:
-        """The volunteer's limits against the card; before this nothing is downloaded or kept."""
-        check_card(card, self._own)
-        free = free_bytes()
-        if self._engine is not None and self._engine.is_model and free is not None:
-            needed = engine_bytes(card.layout, on_cpu=self._engine.declared.device == "cpu")
-            check_memory(card, free_bytes=free, needed_bytes=needed)
-        pin_card(card, private_folder(self._run_folder(card)) / "card")
-
-    def _show(self, card: RunCard) -> None:
-        """Whose run this is and what it will take, before the first download."""
-        event(
-            _log, "joined", run=card.name, learner=card.learner, model=card.model.source,
-            parameters=count(card.model.parameters), weights=size(card.layout.image_bytes),
-            tasks=", ".join(card.environments),
-        )  # fmt: skip
-
-    def _run_folder(self, card: RunCard) -> Path:
-        """A folder for each run; a run's id is a stranger's text and never becomes a path."""
-        name = hashlib.blake2b(f"{card.learner}/{card.run}".encode(), digest_size=12).hexdigest()
-        return private_folder(self._folder / "runs") / name
 
 
 async def _dial_others(mesh: Mesh, cache: PeerCache, addresses: list[str]) -> None:

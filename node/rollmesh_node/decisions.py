@@ -19,6 +19,30 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from rollmesh_node.events import (
+    Accepted,
+    Action,
+    Answered,
+    Ask,
+    BatchEnded,
+    CancelBatch,
+    EngineDown,
+    EngineUp,
+    Event,
+    Generate,
+    GiveBack,
+    Held,
+    LeaseDone,
+    LeaseMade,
+    LeaseSpoiled,
+    Load,
+    Loaded,
+    NotAnswered,
+    StopAsked,
+    Stopped,
+    Ticked,
+    Verified,
+)
 from rollmesh_protocol import limits
 from rollmesh_protocol.lease import Lease
 
@@ -36,158 +60,6 @@ FIRST_BATCH_S: Final = 10.0
 """Expected duration of a batch before any has been timed."""
 
 Activity = Literal["down", "idle", "loading", "generating"]
-
-
-# --- what happens ----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """The learner answered a request: leases (verified and within our limits), and perhaps how long to wait.
-
-    ``unusable`` counts leases that were forged, another's, or beyond our limits.
-    """
-
-    leases: tuple[Lease, ...] = ()
-    wait_s: float | None = None
-    why: str = ""
-    unusable: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotAnswered:
-    """A request failed; ask again after ``retry_s``."""
-
-    why: str
-    retry_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """The keeper holds these weights now."""
-
-    root: bytes
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineUp:
-    """A new engine process is ready for its first load."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The engine holds these weights now and is idle."""
-
-    root: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseMade:
-    """Every sample of a lease in the batch is generated; its result is being checked, signed and written."""
-
-    lease_id: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseDone:
-    """The result of a lease that was made is safe on disk."""
-
-    lease_id: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseSpoiled:
-    """The result of a lease that was made is not fit to be sent, or could not be written."""
-
-    lease_id: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchEnded:
-    """The engine has ended its batch; leases of it that are not made will not be."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineDown:
-    """The engine process is gone, or stopped."""
-
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """A receipt came: the allowance may have grown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Take no new work (``why``), or go on (empty): a notice of the learner, a quarantine, or the owner's pause.
-
-    With ``drain`` the leases in hand are still generated; without, only the running batch is.
-    """
-
-    why: str
-    drain: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopAsked:
-    """Finish what is nearly done within ``grace_s``, give the rest back, then stop."""
-
-    grace_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticked:
-    """Time has passed."""
-
-
-Event = (
-    Answered | NotAnswered | Verified | EngineUp | Loaded | LeaseMade | LeaseDone | LeaseSpoiled | BatchEnded
-    | EngineDown | Accepted | Held | StopAsked | Ticked
-)  # fmt: skip
-
-
-# --- what to do ------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """Send a lease request: for so many groups, or (0) as a sign of life."""
-
-    groups: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Load the newest verified weights into the engine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Generate these leases as one batch; all have the loaded root."""
-
-    leases: tuple[Lease, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CancelBatch:
-    """End the running batch at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GiveBack:
-    """Return leases to the learner, with a code."""
-
-    lease_ids: tuple[bytes, ...]
-    code: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stopped:
-    """Nothing is left to wait for."""
-
-
-Action = Ask | Load | Generate | CancelBatch | GiveBack | Stopped
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

@@ -15,18 +15,9 @@ from typing import Final
 
 import trio
 
-from rollmesh_node.decisions import (
-    BatchEnded,
-    EngineDown,
-    EngineUp,
-    Event,
-    LeaseDone,
-    LeaseMade,
-    LeaseSpoiled,
-    Loaded,
-)
 from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
 from rollmesh_node.engine.pipe import group_body, read_rollout
+from rollmesh_node.events import BatchEnded, EngineDown, EngineUp, Event, LeaseDone, LeaseMade, LeaseSpoiled, Loaded
 from rollmesh_node.spool import Spool
 from rollmesh_peer.children.launch import ChildSpec
 from rollmesh_peer.children.process import Child

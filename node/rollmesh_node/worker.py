@@ -14,20 +14,19 @@ from typing import Final, Protocol
 import trio
 
 from rollmesh_node import decisions
-from rollmesh_node.decisions import (
+from rollmesh_node.decisions import Capacity, State
+from rollmesh_node.events import (
     Accepted,
     Action,
     Answered,
     Ask,
     CancelBatch,
-    Capacity,
     Event,
     Generate,
     GiveBack,
     Held,
     Load,
     NotAnswered,
-    State,
     StopAsked,
     Stopped,
     Ticked,
@@ -35,27 +34,21 @@ from rollmesh_node.decisions import (
 )
 from rollmesh_node.joining import Membership
 from rollmesh_node.own_limits import OwnLimits, open_lease
+from rollmesh_node.returning import RETRY_S, Returner
 from rollmesh_node.uplink import Uplink
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.weights.keeper import Keeper
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.lease import Lease
-from rollmesh_protocol.messages import LeaseAnswer, LeaseRequest, Notice, ReturnRequest, Standing
+from rollmesh_protocol.messages import LeaseAnswer, LeaseRequest, Notice, Standing
 
-RETRY_S: Final = 1.0
-"""After a request that got lost; the link's own back-off comes on top."""
 REFUSED_S: Final = 5.0
 """After a request that the learner refused."""
 QUARANTINE_S: Final = 60.0
 """Between two requests of a node that is out of the run: the operator may take it back."""
 HOLD_CHECK_S: Final = 60.0
 """A pause is over when the learner gives work again: its word to go on may have been lost, so it is asked."""
-RETURN_S: Final = 60.0
-"""How long leases are tried to be given back; after that they run out by themselves."""
-MAX_IDS: Final = 4 * limits.MAX_GROUPS_PER_REQUEST
-"""Leases in one return."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -97,8 +90,7 @@ class Worker:
         self._engine: Engine | None = None
         self._stirred = trio.Event()
         self._stopped = trio.Event()
-        self._returning = 0
-        self._returned = trio.Event()
+        self._returner = Returner(uplink, membership)
         self._quarantine = ""
         self.standing: Standing | None = None
         """As of the learner's last answer to a request for work."""
@@ -129,8 +121,7 @@ class Worker:
             self._nursery.start_soon(self._tick)
             self._nursery.start_soon(self._watch_weights)
             await self._stopped.wait()
-            while self._returning:
-                await self._returned.wait()
+            await self._returner.wait_done()
             self._nursery.cancel_scope.cancel()
 
     def stop(self, *, grace_s: float) -> None:
@@ -174,8 +165,8 @@ class Worker:
             case CancelBatch():
                 self._engine.cancel_batch()
             case GiveBack(lease_ids=lease_ids, code=code):
-                self._returning += 1
-                self._spawn(self._give_back, lease_ids, code)
+                assert self._nursery is not None
+                self._returner.begin(self._nursery, lease_ids, code=code)
             case Stopped():
                 self._stopped.set()
 
@@ -250,7 +241,7 @@ class Worker:
                 retry_s = REFUSED_S
             case "node.not_admitted":
                 self._membership.renew()
-                retry_s = 0.0
+                retry_s = RETRY_S
             case "node.quarantined":
                 self._quarantined(refusal.detail)
                 retry_s = QUARANTINE_S
@@ -281,33 +272,3 @@ class Worker:
     async def _ask_again_after_a_hold(self) -> None:
         await trio.sleep(HOLD_CHECK_S)
         self.feed(Held(why=self._quarantine))
-
-    async def _give_back(self, lease_ids: tuple[bytes, ...], code: str) -> None:
-        """Return leases, over a lost link too; given up after a while, because leases run out by themselves."""
-        try:
-            with trio.move_on_after(RETURN_S) as scope:
-                for start in range(0, len(lease_ids), MAX_IDS):
-                    await self._give_back_some(ReturnRequest(lease_ids=lease_ids[start : start + MAX_IDS], code=code))
-            if scope.cancelled_caught:
-                event(_log, "leases could not be given back and run out by themselves", leases=len(lease_ids))
-        finally:
-            self._returning -= 1
-            if not self._returning:
-                self._returned.set()
-                self._returned = trio.Event()
-
-    async def _give_back_some(self, request: ReturnRequest) -> None:
-        while True:
-            await self._membership.wait_admitted()
-            try:
-                answer = await self._uplink.give_back(request)
-            except LinkLost:
-                await trio.sleep(RETRY_S)
-            except Refused as refusal:
-                if refusal.code != "node.not_admitted":
-                    _log.debug("the learner did not take leases back: %s", refusal)
-                    return
-                self._membership.renew()
-            else:
-                event(_log, "leases given back", leases=answer.returned, code=request.code)
-                return

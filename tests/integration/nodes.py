@@ -53,7 +53,7 @@ async def open_learner(
         nursery.cancel_scope.cancel()
 
 
-async def wait_for(learner: FakeLearner, condition) -> None:  # noqa: ANN001
+async def wait_for(learner: FakeLearner, condition) -> None:
     """Until ``condition(learner)`` holds."""
     with trio.fail_after(PATIENCE_S):
         await learner.until(condition)
@@ -98,7 +98,7 @@ class NodeProcess:
                 assert self.process.poll() is None, self.log
                 await trio.sleep(0.05)
 
-    async def until(self, condition) -> NodeStatus:  # noqa: ANN001
+    async def until(self, condition) -> NodeStatus:
         """The first status for which ``condition`` holds."""
         last = None
         with trio.move_on_after(PATIENCE_S):

@@ -12,6 +12,7 @@ from pathlib import Path
 import trio
 
 from tests.integration.nodes import LEARNER, is_running, open_learner, start_node, wait_for
+from tests.unit.node.cards import make_card
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWSyk9G7d4Ay8rE64h4nKeVMQHQbcA97hchmuMmXruPXT4"
 
@@ -35,6 +36,19 @@ async def test_an_engine_that_fails_at_its_work_is_started_again(tmp_path: Path)
             await wait_for(learner, lambda seen: len(seen.heard.accepted) >= 4)
             await wait_for(learner, lambda seen: any(code == "node.engine" for _, code in seen.heard.returned))
             assert "the scripted engine fails here" in node.log
+
+
+async def test_results_that_would_be_refused_are_not_sent(tmp_path: Path) -> None:
+    card = make_card(vocabulary=20)  # the scripted engine writes tokens up to 100
+    async with open_learner(tmp_path / "learner", card=card) as learner:
+        learner.script.max_new_tokens = 32
+        with start_node(tmp_path / "home", learner.mesh.addresses[0]) as node:
+            await wait_for(learner, lambda seen: len(seen.heard.returned) >= 8)
+            await node.until_logged("code=result.tokens")
+            assert {code for _, code in learner.heard.returned} == {"node.engine"}
+            assert learner.heard.submitted == []
+            await node.until(lambda status: status.uptime_s > 8)
+            assert len([request for request in learner.heard.requests if request.groups]) < 40
 
 
 async def test_a_node_outlives_its_learner_and_says_what_it_waits_for(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ async def test_a_node_joins_works_follows_and_ends_with_the_run(tmp_path: Path) 
                 learner,
                 lambda seen: any(seen.leases[done].version == 2 for done in seen.heard.accepted[accepted:]),
             )
-            assert set(code for _, code in learner.heard.returned) <= {"node.weights"}
+            assert {code for _, code in learner.heard.returned} <= {"node.weights"}
             await learner.notify("ended", text="all steps are done")
             assert await node.wait() == 0
             assert "the run has ended" in node.log

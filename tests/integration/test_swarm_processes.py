@@ -26,8 +26,10 @@ from tests.unit.weights.kit import LEARNER, MIXED, RUN, sign, write
 
 PAYLOAD_BYTES = 30_000_000
 NODES = 4
+FAST = 20_000_000.0
+"""Bytes a second of a learner's uplink: less than loopback, so that nobody is done before the others begin."""
 SLOW = 6_000_000.0
-"""Bytes a second of a learner's uplink, so that there is a middle to interfere in."""
+"""The same, with a middle to interfere in."""
 
 
 class Learner:
@@ -109,6 +111,8 @@ async def start_nodes(stack, learner, edge, tmp_path):
         hello = await node.hear()
         learner.members[hello["peer"]] = (hello["address"],)
     for node in nodes:
+        await node.hear()
+    for node in nodes:
         await node.process.stdin.send_all(b"!")
     return nodes
 
@@ -120,7 +124,10 @@ def is_whole(tmp_path, number, edge):
 async def test_four_nodes_fetch_thirty_megabytes_mostly_from_each_other(tmp_path):
     edge = published()
     with trio.fail_after(90):
-        async with learner_with(edge, tmp_path / "learner") as learner, AsyncExitStack() as stack:
+        async with (
+            learner_with(edge, tmp_path / "learner", upload_bytes_per_s=FAST) as learner,
+            AsyncExitStack() as stack,
+        ):
             nodes = await start_nodes(stack, learner, edge, tmp_path)
             figures = [await node.hear() for node in nodes]
             served = learner.sharing.seeder.bytes_served

@@ -1,7 +1,7 @@
 """A node in a process of its own: joins a learner, finds neighbours, fetches one payload, and serves until stdin ends.
 
 ``python -m tests.support.swarm_child NUMBER FOLDER LEARNER_ADDRESS MANIFEST_HEX NEIGHBOURS``; one JSON line when it
-listens, and one when the payload is complete. A byte on stdin starts the fetch, once there are that many neighbours.
+listens, one when it has that many neighbours, and one when the payload is complete. A byte on stdin starts the fetch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ async def main(number, folder, learner_address, name, neighbours):
         stdin = trio.lowlevel.FdStream(sys.stdin.fileno())
         await keeper.wait_linked()
         say(peer=mesh.peer_id, address=mesh.addresses[0])
-        await stdin.receive_some(1)
         while len(fetching.neighbourhood.peers()) < neighbours:
             await trio.sleep(0.05)
+        say(neighbours=neighbours)
+        await stdin.receive_some(1)
         started = time.monotonic()
         await fetching.swarm.manifest(name, max_bytes=limits.MANIFEST_BYTES)
         await fetching.swarm.fetch(name)

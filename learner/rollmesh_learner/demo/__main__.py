@@ -88,7 +88,7 @@ async def _run(plan: Plan, console: Console, lock: int) -> int:
     if failures:
         raise failures[0]
     if not ended:
-        console.print(f"interrupted; what there is lies in {plan.out}", markup=False)
+        console.print(f"interrupted; what there is lies in {plan.shown(plan.out)}", markup=False)
         return EXIT_INTERRUPTED
     return EXIT_OK if await conclude(plan, ended[0], console=console) else EXIT_FAILED
 

@@ -60,6 +60,11 @@ class Plan:
         """What one process printed."""
         return self.out / f"{name}.log"
 
+    def shown(self, path: Path) -> str:
+        """``path`` as short as a person may type it here."""
+        here = Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
     @property
     def metrics(self) -> Path:
         """The learner's own file of one line a step."""

@@ -73,7 +73,7 @@ def _list_files(plan: Plan, checkpoint: str | None, *, console: Console) -> None
              (plan.out / "reward.png", "the curve")]  # fmt: skip
     if checkpoint is not None:
         files.append((Path(checkpoint), "loads with transformers"))
-    files.append((plan.out / "*.log", "what each process said"))
-    width = max(len(os.path.relpath(path)) for path, _ in files)
+    files.append((plan.log("*"), "what each process said"))
+    width = max(len(plan.shown(path)) for path, _ in files)
     for path, what in files:
-        console.print(f"  {os.path.relpath(path):<{width}}  {what}", markup=False)
+        console.print(f"  {plan.shown(path):<{width}}  {what}", markup=False)

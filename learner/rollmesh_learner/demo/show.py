@@ -115,7 +115,9 @@ class Show:
         """Show what happens until the learner has ended."""
         while True:
             scene = await self._watcher.look()
-            self._tell(scene, f"Ctrl-C stops politely; the processes' own words are in {_shown(self._plan)}")
+            self._tell(
+                scene, f"Ctrl-C stops politely; the processes' own words are in {self._plan.shown(self._plan.log('*'))}"
+            )
             is_over = self._plan.learner_summary.exists()
             for member in self._members.values():
                 self._check(member, is_over=is_over)
@@ -139,8 +141,3 @@ class Show:
             if learner.status is None:
                 self._tell(self._watcher.scene(), "stopping the learner: it ends the step under way")
             await stop([learner], patience_s=LEARNER_STOP_S, hurry=self._hurry)
-
-
-def _shown(plan: Plan) -> str:
-    """The log files in words, as seen from where the person is."""
-    return os.path.relpath(plan.out / "*.log")

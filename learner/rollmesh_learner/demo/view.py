@@ -20,7 +20,6 @@ from rollmesh_protocol.status import NodeStatus, RunStatus
 
 CURVE_LINES: Final = 6
 CURVE_COLUMNS: Final = 72
-WAIT_CHARS: Final = 64
 RECENT: Final = 10
 """Steps over which times are averaged."""
 
@@ -57,7 +56,7 @@ def step_line(scene: Scene, step: Step) -> str:
 def wait_line(scene: Scene) -> str:
     """What everybody does, while no step is finished."""
     learner = "starting" if scene.run is None else clean(scene.run.state)
-    nodes = [f"{name}: {_doing(node)}" for name, node in scene.nodes.items() if node is not None]
+    nodes = [f"{name}: {_doing(node)}" for name, node in scene.nodes.items()]
     return "; ".join([f"learner: {learner}", *nodes])
 
 
@@ -99,22 +98,23 @@ def _nodes(scene: Scene) -> RenderableType:
     table.add_column("  node", no_wrap=True)
     for title in ("tok/s", "version", "accepted", "rejected", "chunks from peers"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("doing", no_wrap=True, overflow="ellipsis")
     for name, node in scene.nodes.items():
         if node is None:
-            table.add_row(f"  {name}", *[ABSENT] * 5, "not started yet")
+            table.add_row(f"  {name}", *[ABSENT] * 5)
             continue
         chunks = node.chunks_from_peers + node.chunks_from_learner
         table.add_row(
             f"  {name}", rate(node.tokens_per_s), count(node.version_held), count(node.accepted),
             Text(count(node.rejected), style="red" if node.rejected else ""),
-            f"{count(node.chunks_from_peers)} of {count(chunks)}", _doing(node),
+            f"{count(node.chunks_from_peers)} of {count(chunks)}",
         )  # fmt: skip
-    return table
+    return Group(table, Text(), *(Text(f"  {name}: {_doing(node)}", style="dim") for name, node in scene.nodes.items()))
 
 
-def _doing(node: NodeStatus) -> str:
-    return f"waiting for {clean(node.waiting_for, limit=WAIT_CHARS)}" if node.waiting_for else "generating"
+def _doing(node: NodeStatus | None) -> str:
+    if node is None:
+        return "not started yet"
+    return f"waits for {clean(node.waiting_for)}" if node.waiting_for else "generating"
 
 
 def _patch(run: RunStatus) -> str:

@@ -43,7 +43,7 @@ def draw(steps: Column, rewards: Column, ages: Column, *, title: str) -> Figure:
     reward.set_title(title, loc="left", fontsize=11, color="#20262c")
     reward.legend(loc="upper left", frameon=False, fontsize=9)
     age.bar(steps, ages, width=0.8, color=FAINT)
-    age.set(xlabel="step", ylabel="mean age\nof rollouts (steps)", ylim=(0, max(1.0, ages.max() * 1.1)))
+    age.set(xlabel="step", ylabel="rollouts' age\n(steps)", ylim=(0, max(1.0, ages.max() * 1.1)))
     for axes in (reward, age):
         axes.grid(axis="y", color="#e3e7ea", linewidth=0.8)
         axes.set_axisbelow(True)

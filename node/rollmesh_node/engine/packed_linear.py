@@ -1,7 +1,7 @@
 """Linear layers whose weights are laid out once for the CPU's matrix kernels, instead of at every call.
 
 A bf16 product on a CPU reorders its weights inside the kernel each time, which is most of its cost when few rows are
-decoded: measured with SmolLM2 on one AVX-512 core, a step of 64 rows takes 0.87 of the time, one of 8 rows 0.6.
+decoded: measured with SmolLM2 on one AVX-512 core, a step of 64 rows takes 0.87 of the time, one of 8 rows 0.7.
 
 Invariants: the numbers are bit for bit those of ``nn.Linear`` (a test says so); the parameters stay where they were, so
 loading, tying and the reload check do not change; after the parameters change, :meth:`PackedLinear.pack` comes first.

@@ -8,7 +8,7 @@ Invariants: code that comes with a model is never run and pickled weights are ne
 folder in the cache is complete (it appears by rename) and is made once, also when two processes ask at the same time.
 A folder whose safetensors already have the loader's names and bf16 is used where it lies.
 
-    import {source: str, cache: str}  -> {folder: str}
+    import {source: str, cache: str, max_bytes: int?}  -> {folder: str}
     image  {folder: str, image: str}  -> {layout: bytes (Layout.encode)}
 
 It is a process of its own because the conversion takes several times the model's memory, which ends with it.
@@ -31,6 +31,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Self
 
@@ -43,7 +44,7 @@ from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.folder import ModelFolder
 from rollmesh_peer.models.image import write_image
 from rollmesh_peer.models.loader import layout_of_config
-from rollmesh_protocol.errors import HostError, UsageError
+from rollmesh_protocol.errors import HostError, Refused, UsageError
 from rollmesh_protocol.layout import Layout
 
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "LICENSE*")
@@ -53,8 +54,10 @@ _BESIDE: Final = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.m
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
-def import_base(source: str, *, cache: Path) -> Path:
+def import_base(source: str, *, cache: Path, max_bytes: int | None = None) -> Path:
     """Return the model folder of a source, converting it into ``cache`` when it is not there yet.
+
+    ``max_bytes`` bounds what is fetched of the hub: a node gives its owner's limit, as a learner names the model.
 
     Raises ``UsageError`` for a source that does not exist, ``Refused("card.model")`` for one that is not loaded, and
     ``HostError`` when this machine cannot: no network, no room, a package missing.
@@ -64,7 +67,7 @@ def import_base(source: str, *, cache: Path) -> Path:
             file, version = find_gguf(source.removeprefix("gguf:"))
             return _cached(cache, f"{source}-{version}", lambda folder: _convert_gguf(file, folder))
         if source.startswith("hub:"):
-            path = _download(source.removeprefix("hub:"))
+            path = _download(source.removeprefix("hub:"), max_bytes=max_bytes)
         else:
             path = Path(source).expanduser().resolve()
         if path.is_file() and path.suffix == ".gguf":
@@ -210,15 +213,17 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
         raise UsageError("the model's weights do not have the names that its type has: it cannot be used as a base")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, *, max_bytes: int | None) -> Path:
     """Fetch a hub model into the hub's own cache and return the snapshot's folder."""
     if not _HUB_NAME.fullmatch(name):
         raise UsageError(f"hub:{name} does not name a model: hub:<organisation>/<name>, and @<revision> if need be")
     repository, _, revision = name.partition("@")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     try:
+        if max_bytes is not None and not constants.HF_HUB_OFFLINE:
+            _check_size(repository, revision=revision or None, max_bytes=max_bytes)
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(HUB_FILES)))
     except RepositoryNotFoundError as error:
         raise UsageError(f"the hub has no public model {repository}") from error
@@ -227,6 +232,16 @@ def _download(name: str) -> Path:
             f"the model {repository} cannot be fetched from the Hugging Face hub ({_line(error)}): "
             "check the network, or name a local folder"
         ) from error
+
+
+def _check_size(repository: str, *, revision: str | None, max_bytes: int) -> None:
+    """Refuse a hub model whose files are larger together than ``max_bytes``, before the first is fetched."""
+    from huggingface_hub import HfApi
+
+    files = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
+    wanted = sum(f.size or 0 for f in files if any(fnmatch(f.rfilename, pattern) for pattern in HUB_FILES))
+    if wanted > max_bytes:
+        raise Refused("manifest.limits", f"{repository} has {wanted:,} bytes to fetch, where {max_bytes:,} are allowed")
 
 
 def _mark(path: Path) -> str:
@@ -249,7 +264,9 @@ def _line(error: BaseException) -> str:
 
 
 def _import(body: dict[str, object]) -> dict[str, object]:
-    return {"folder": str(import_base(str(body["source"]), cache=Path(str(body["cache"]))))}
+    most = body.get("max_bytes")
+    max_bytes = most if isinstance(most, int) else None
+    return {"folder": str(import_base(str(body["source"]), cache=Path(str(body["cache"])), max_bytes=max_bytes))}
 
 
 def _image(body: dict[str, object]) -> dict[str, object]:

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh_node import decisions
-from rollmesh_node.decisions import (
+from rollmesh_node.decisions import Capacity, State, advance, next_tick, waiting_for
+from rollmesh_node.events import (
     Accepted,
     Action,
     Answered,
     Ask,
     BatchEnded,
     CancelBatch,
-    Capacity,
     EngineDown,
     EngineUp,
     Event,
@@ -29,14 +29,10 @@ from rollmesh_node.decisions import (
     Load,
     Loaded,
     NotAnswered,
-    State,
     StopAsked,
     Stopped,
     Ticked,
     Verified,
-    advance,
-    next_tick,
-    waiting_for,
 )
 from rollmesh_protocol import limits
 from tests.unit.node.leases import make_lease, root_of
@@ -54,7 +50,7 @@ def run(state: State, *events: Event, now: float = 0.0) -> tuple[State, list[Act
 
 def ready(version: int = 1) -> State:
     """A worker whose engine has loaded the newest weights and whose first request is on its way."""
-    state, actions = run(State(capacity=CAPACITY), EngineUp(), Verified(root=root_of(version), version=version))
+    state, _ = run(State(capacity=CAPACITY), EngineUp(), Verified(root=root_of(version), version=version))
     state, _actions = run(state, Loaded(root=root_of(version)))
     assert state.asking
     return state

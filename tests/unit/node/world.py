@@ -58,17 +58,20 @@ async def open_world(folder: Path, *, card=None) -> AsyncIterator[World]:
     """A learner with version 1, and a node that has not said hello yet."""
     network = MemoryNetwork()
     checked: list[RunCard] = []
-    async with open_learner(network, folder / "learner", card=card) as learner:
-        async with network.join(NODE.seed) as mesh, trio.open_nursery() as nursery:
-            link = LinkKeeper(mesh, learner.mesh.addresses)
-            nursery.start_soon(link.run)
-            uplink = Uplink(mesh, link)
-            membership = Membership(uplink, node=NODE.peer, hello=hello, check=checked.append)
-            yield World(
-                network=network, learner=learner, mesh=mesh, uplink=uplink, membership=membership, nursery=nursery,
-                checked=checked,
-            )  # fmt: skip
-            nursery.cancel_scope.cancel()
+    async with (
+        open_learner(network, folder / "learner", card=card) as learner,
+        network.join(NODE.seed) as mesh,
+        trio.open_nursery() as nursery,
+    ):
+        link = LinkKeeper(mesh, learner.mesh.addresses)
+        nursery.start_soon(link.run)
+        uplink = Uplink(mesh, link)
+        membership = Membership(uplink, node=NODE.peer, hello=hello, check=checked.append)
+        yield World(
+            network=network, learner=learner, mesh=mesh, uplink=uplink, membership=membership, nursery=nursery,
+            checked=checked,
+        )  # fmt: skip
+        nursery.cancel_scope.cancel()
 
 
 def hello() -> Hello:

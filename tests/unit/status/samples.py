@@ -84,8 +84,6 @@ def node_status(**fields) -> NodeStatus:
         "bytes_from_peers": 12_800_000,
         "chunks_from_learner": 13,
         "chunks_from_peers": 49,
-        "chunks_from_learner": 13,
-        "chunks_from_peers": 49,
         "bytes_served": 9_100_000,
         "neighbours": 3,
         "waiting_for": "",
