@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal
 
 from rollmesh_peer.mesh.address import block_of, parse_endpoint
+from rollmesh_protocol import codec, limits
 from rollmesh_protocol.envelope import Envelope
 from rollmesh_protocol.errors import Refused, UsageError
 from rollmesh_protocol.messages import MAJOR, Hello, Invite
 
 Mode = Literal["open", "allowlist", "invite"]
-INVITE_BYTES = 1024
+INVITE_BYTES: Final = 1024
+MOST_MAJORS: Final = 16
+"""Versions that a refusal names."""
 
 
-def check_major(hello: Hello) -> None:
-    """Refuse a peer that does not speak our major version, with a sentence that says who should update."""
-    if MAJOR not in hello.majors:
-        theirs = ", ".join(map(str, hello.majors))
+def open_hello(request: bytes) -> Hello:
+    """The hello in ``request``. One of another major version is refused in words whatever else it holds.
+
+    Raises:
+        Refused: ``version.unsupported``, ``request.invalid`` or ``request.too_large``.
+    """
+    fields = codec.unpack(request, limit=limits.HELLO_BYTES)
+    majors = fields.get("majors")
+    if isinstance(majors, tuple) and majors and all(type(major) is int for major in majors) and MAJOR not in majors:
+        theirs = ", ".join(map(str, majors[:MOST_MAJORS]))
         raise Refused("version.unsupported", f"this learner speaks version {MAJOR} of the protocol, the node {theirs}")
+    return Hello.read(fields)
 
 
 def check_allowlist(peer: str, *, allowed: Iterable[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from pathlib import Path
+from typing import Final
 
 from rollmesh_learner import rows
 from rollmesh_learner.config import LearnerConfig
@@ -15,10 +17,13 @@ from rollmesh_learner.restore import published_versions
 from rollmesh_peer.models.folder import CONFIG, ModelFolder
 from rollmesh_peer.weights.durable import write_file
 from rollmesh_protocol import limits
-from rollmesh_protocol.errors import HostError, UsageError
+from rollmesh_protocol.errors import ChildFailed, HostError, UsageError
 from rollmesh_protocol.messages import ModelReference, RunCard, RunLimits
 
-RUN_FILE = "run.id"
+_log = logging.getLogger("rollmesh.learner")
+
+RUN_FILE: Final = "run.id"
+_TRIES: Final = 5
 
 
 async def name_run(ledger: Ledger, config: LearnerConfig, *, folder: Path) -> str:
@@ -44,8 +49,23 @@ async def name_run(ledger: Ledger, config: LearnerConfig, *, folder: Path) -> st
 async def begin(ledger: Ledger, publisher: Publisher, hands: Crew, *, exports: Path) -> bytes:
     """Bring the publisher to where the ledger says it was; publish the base as the first version of a new run.
 
-    Returns the root of the base weights.
+    Returns the root of the base weights. Children that die on the way are replaced and asked again.
+
+    Raises:
+        HostError: disk or memory have no room.
+        ChildFailed: a child died again and again.
     """
+    for left in reversed(range(_TRIES)):
+        try:
+            return await _begin(ledger, publisher, hands, exports=exports)
+        except ChildFailed as error:
+            if not left:
+                raise
+            _log.warning("the run cannot begin yet: %s", error.detail)
+    raise AssertionError("unreachable")
+
+
+async def _begin(ledger: Ledger, publisher: Publisher, hands: Crew, *, exports: Path) -> bytes:
     published = await published_versions(ledger)
     await publisher.restore([version.head for version in published])
     found = await ledger.fetch("SELECT value FROM meta WHERE name = 'base_root'")
@@ -53,10 +73,10 @@ async def begin(ledger: Ledger, publisher: Publisher, hands: Crew, *, exports: P
         return blob(found[0][0])
     # A new run, or one whose published weights are gone from the disk: begin again with a whole image.
     image = exports / "base.image"
-    await hands.trainer.export(image)
+    life, step = hands.trainer.life, hands.trainer.opened_at_step
+    await hands.trainer.export(image, life=life)
     ((highest,),) = await ledger.fetch("SELECT coalesce(max(version), 0) FROM versions")
     version = number(highest) + 1
-    step = hands.trainer.opened_at_step
     await ledger.commit(rows.reserve_version(version, step=step, wall_time=time.time()))
     header = await publisher.publish_base(image, version=version, step=step)
     image.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from rollmesh_learner.groups import (
 )
 from rollmesh_learner.ledger import Statement
 from rollmesh_protocol.messages import Head
-from rollmesh_protocol.staleness import age, group_budget
+from rollmesh_protocol.staleness import age, group_budget, is_admissible
 
 RELEASE_DELAY_S = 10.0
 """How long a sample waits for another node after the one that had it failed; then the same node may try again."""
@@ -72,6 +72,8 @@ class Book:
         self.prompts: deque[Prompt | None] = deque()
         """Prompts made in advance for the groups from ``next_group`` on; None for one that is passed over."""
         self.tally = Tally()
+        self.is_suspended = False
+        """True while the ledger is being brought back to a checkpoint: nothing is ordered, taken in or trained on."""
         self._ended: deque[bytes] = deque()
         self._rollouts: dict[RolloutKey, StoredRollout] = {}
 
@@ -79,6 +81,8 @@ class Book:
     def budget(self, held: Head) -> int:
         """How many new groups may be ordered under the weights of ``held``."""
         rules = self.rules
+        if self.is_suspended:
+            return 0
         within_staleness = group_budget(
             head_step=held.step,
             next_step=self.next_step,
@@ -189,7 +193,7 @@ class Book:
 
     def is_young(self, step: int) -> bool:
         """True when work made with the weights of ``step`` could still be consumed."""
-        return age(consuming_step=self.next_step, weights_step=step) <= self.rules.staleness
+        return is_admissible(consuming_step=self.next_step, weights_step=step, staleness=self.rules.staleness)
 
     def fill(
         self, lease: LeaseRecord, rollouts: Sequence[StoredRollout], *, digest: bytes, receipt: bytes, wall_time: float
@@ -328,22 +332,29 @@ class Book:
                 if sample.rollout is not None and sample.rollout.state == state:
                     yield sample.rollout
 
-    def clear(self, *, next_group: int, next_step: int) -> None:
-        """Forget all work; what the ledger still knows of it is then put back group by group."""
+    def suspend(self) -> None:
+        """Forget all work: what of it still counts is read from the ledger, and then :meth:`resume` is called."""
+        self.is_suspended = True
         self.groups.clear()
         self.leases.clear()
         self.prompts.clear()
         self._ended.clear()
         self._rollouts.clear()
+
+    def resume(
+        self, groups: Iterable[Group], leases: Iterable[LeaseRecord], *, next_group: int, next_step: int
+    ) -> None:
+        """Go on from what the ledger holds: live ``groups`` in order of their ids, and open ``leases``."""
+        self.suspend()
         self.next_group = next_group
         self.next_step = next_step
-
-    def put_back(self, group: Group) -> None:
-        """A live group found in the ledger at a restart. Groups must come in order of their ids."""
-        self.groups[group.group_id] = group
-        for sample in group.samples:
-            if sample.rollout is not None:
-                self._rollouts[sample.rollout.key] = sample.rollout
+        for group in groups:
+            self.groups[group.group_id] = group
+            for sample in group.samples:
+                if sample.rollout is not None:
+                    self._rollouts[sample.rollout.key] = sample.rollout
+        self.leases.update((lease.lease_id, lease) for lease in leases)
+        self.is_suspended = False
 
     def _first_groups(self) -> list[Group]:
         first: list[Group] = []

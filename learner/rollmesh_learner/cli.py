@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 EXIT_OK: Final = 0
 EXIT_INTERRUPTED: Final = 130
 TOKEN_BYTES: Final = 16
+HARD_S: Final = 8.0
+"""After the second Ctrl-C: closing children takes a second, and a write to a full disk would take for ever."""
 
 
 def add_parser(subparsers: SubParsers) -> None:
@@ -92,10 +95,13 @@ def _announce(ready: Ready) -> None:
 
 
 async def _watch_signals(stop: trio.Event, everything: trio.CancelScope) -> None:
-    """The first Ctrl-C asks for an orderly end, the second one ends at once."""
+    """The first Ctrl-C asks for an orderly end, the second one ends at once: a learner may be killed at any instant."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
             if stop.is_set():
+                watchdog = threading.Timer(HARD_S, os._exit, (EXIT_INTERRUPTED,))
+                watchdog.daemon = True
+                watchdog.start()
                 everything.cancel()
                 return
             print("stopping after the step under way; once more to stop at once", file=sys.stderr, flush=True)

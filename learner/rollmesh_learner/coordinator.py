@@ -49,12 +49,11 @@ from rollmesh_peer.folders import control_socket, private_folder, run_folder
 from rollmesh_peer.keys import hold_key
 from rollmesh_peer.mesh.announcements import Announcer, SequenceFile
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
-from rollmesh_peer.mesh.requests import Handle, Route, Router, StreamRoute
+from rollmesh_peer.mesh.requests import Handle, Route, Router
 from rollmesh_peer.mesh.seam import Mesh
-from rollmesh_peer.weights.have import HaveExchange
 from rollmesh_peer.weights.passes import PassBook
 from rollmesh_peer.weights.ram import open_place
-from rollmesh_peer.weights.seeding import Seeder
+from rollmesh_peer.weights.sharing import Sharing
 from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol import limits, streams
 from rollmesh_protocol.identity import Identity
@@ -68,8 +67,6 @@ PROMPTS_AHEAD_STEPS: Final = 3
 """Steps' worth of prompts made in advance."""
 LEARNER_PLACES: Final = 256
 """Requests worked on at one time; a place is held for milliseconds."""
-STREAM_LIFE_S: Final = 3600.0
-"""Streams of chunks and bitmaps live as long as a peer fetches; after this a new one is opened."""
 SPARE_IMAGES: Final = 3
 """Images in memory beside the ring: the one being exported, the one being encoded, and one of slack."""
 
@@ -106,18 +103,17 @@ async def run_learner(
         async with open_ledger(folder / "ledger.sqlite") as ledger:
             run = await name_run(ledger, config, folder=folder)
             model = await import_base(config.model)
-            async with open_crew(config, model=model, folder=folder) as hands:
-                async with _open_publisher(config, run=run, identity=identity, folder=folder, hands=hands) as opened:
-                    publisher, exports = opened
-                    base_root = await begin(ledger, publisher, hands, exports=exports)
-                    card = make_card(
-                        config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands
-                    )
-                    learner = _Learner(
-                        config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
-                        exports=exports, card=card, records=await restore.load_records(ledger), software=software,
-                    )  # fmt: skip
-                    return await learner.run(on_ready=on_ready, stop=stop)
+            async with (
+                open_crew(config, model=model, folder=folder) as hands,
+                _open_publisher(config, run=run, identity=identity, folder=folder, hands=hands) as (publisher, exports),
+            ):
+                base_root = await begin(ledger, publisher, hands, exports=exports)
+                card = make_card(config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands)
+                learner = _Learner(
+                    config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
+                    exports=exports, card=card, records=await restore.load_records(ledger), software=software,
+                )  # fmt: skip
+                return await learner.run(on_ready=on_ready, stop=stop)
 
 
 @asynccontextmanager
@@ -183,6 +179,7 @@ class _Learner:
                 samples_per_group=rollouts.samples_per_group,
             )
         )
+        self._book.suspend()  # until the ledger has been read
         self._nodes = Nodes(records, max_nodes=config.network.max_nodes, rules=_standing_rules(config))
         self._passes = PassBook(
             run=card.run,
@@ -272,18 +269,18 @@ class _Learner:
         )
         async with open_mesh(options) as mesh:
             reporter = self._make_reporter(mesh)
-            exchange = HaveExchange(mesh, store=self._publisher.store, passes=self._passes, admission=lambda: None)
-            welcome = self._register(mesh, reporter, exchange)
+            sharing = Sharing(mesh, store=self._publisher.store, passes=self._passes, origin=Random())
+            welcome = self._register(mesh, reporter, sharing)
             announcer = Announcer(
                 mesh,
                 run=self._card.run,
                 identity=self._identity,
                 sequence=SequenceFile(self._folder / "notice.sequence"),
             )
-            await self._rewind(self._hands.trainer.opened_at_step)
+            await self._stepper.settle()
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, control_socket("learner", self._folder), reporter.answer)
-                for loop in (self._prompts.run, self._desk.watch, welcome.watch, exchange.run):
+                for loop in (self._prompts.run, self._desk.watch, welcome.watch, sharing.run):
                     nursery.start_soon(loop)
                 nursery.start_soon(self._scorer.run, self._on_scored)
                 nursery.start_soon(self._auditor.run, self._stepper.wake)
@@ -301,7 +298,7 @@ class _Learner:
                 nursery.cancel_scope.cancel()
         return Outcome(is_complete=is_complete, folder=self._folder, summary=summary)
 
-    def _register(self, mesh: Mesh, reporter: RunReporter, exchange: HaveExchange) -> WelcomeDesk:
+    def _register(self, mesh: Mesh, reporter: RunReporter, sharing: Sharing) -> WelcomeDesk:
         config = self._config
         welcome = WelcomeDesk(
             AdmissionTerms(
@@ -316,7 +313,6 @@ class _Learner:
             edges_towards_head=self._publisher.edges_towards_head,
             random=Random(),
         )
-        seeder = Seeder(store=self._publisher.store, passes=self._passes)
         small, large = limits.SMALL_BYTES, limits.TRANSFER_S
         Router(places=LEARNER_PLACES).register(
             mesh,
@@ -326,10 +322,8 @@ class _Learner:
             _route(streams.SUBMIT, self._intake.submit, limits.RESULT_BYTES, limits.RECEIPT_BYTES, large),
             _route(streams.PEERS, welcome.peers, small, limits.PEERS_BYTES),
             _route(streams.EDGES, welcome.edges, small, limits.EDGES_BYTES),
-            _route(streams.MANIFEST, seeder.serve_manifest, small, limits.MANIFEST_BYTES, large),
             _route(streams.STATUS, reporter.status, small, limits.STATUS_BYTES),
-            StreamRoute(protocol=streams.CHUNK, handle=seeder.serve_chunks, deadline_s=STREAM_LIFE_S),
-            StreamRoute(protocol=streams.HAVE, handle=exchange.serve, deadline_s=STREAM_LIFE_S),
+            *sharing.routes(),
         )
         return welcome
 
@@ -359,8 +353,11 @@ class _Learner:
 
     async def _rewind(self, step: int) -> None:
         """Bring book, versions and head to the checkpoint of ``step``, which the trainer has opened."""
-        found = await restore.rewind(self._ledger, self._book, step=step, now=trio.current_time())
-        self._versions.reset(version.head for version in found.published if not version.is_orphaned)
+        now = trio.current_time()
+        found = await restore.rewind(self._ledger, self._book, self._versions, step=step, now=now)
+        # Nodes whose quarantine began while the book knew nothing:
+        void = [self._book.void_node(peer, now=now) for peer in self._nodes.quarantined()]
+        await self._ledger.commit(*(statement for statements in void for statement in statements))
         self._scorer.wake()
         self._auditor.wake()
         newest = found.published[-1]

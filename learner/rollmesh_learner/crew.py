@@ -83,7 +83,12 @@ class Crew:
 
 @asynccontextmanager
 async def open_crew(config: LearnerConfig, *, model: ModelFolder, folder: Path) -> AsyncIterator[Crew]:
-    """Start all children and wait until trainer, prompter and scorer are ready; they end with the block."""
+    """Start all children and wait until trainer, prompter and scorer are ready; they end with the block.
+
+    Raises:
+        UsageError, Refused, HostError, ChildFailed: one of them says that it cannot do what the config asks of it (in
+            an exception group; of the auditor it may come later).
+    """
     facts = PrompterFacts()
     told: list[Confinement] = []
     trainer = make_trainer(config, model=model.path, checkpoints=folder / "checkpoints")
@@ -92,12 +97,14 @@ async def open_crew(config: LearnerConfig, *, model: ModelFolder, folder: Path) 
     async with trio.open_nursery() as nursery:
         for child in (trainer, prompter, scorer):
             nursery.start_soon(child.run)
-        await trainer.wait_ready()
+        await trainer.wait_accepted()
         layout = read_layout(trainer.opened)
         auditor = make_auditor(config, model_config=model.config, layout=layout)
         nursery.start_soon(auditor.run)
-        async with prompter.use(deadline_s=_OPEN_S), scorer.use(deadline_s=_OPEN_S):
-            _log.info("%s", told[-1])
+        nursery.start_soon(_demand, auditor)
+        for child in (prompter, scorer):
+            await child.wait_accepted(deadline_s=_OPEN_S)
+        _log.info("%s", told[-1])
         yield Crew(
             trainer=trainer,
             prompter=prompter,
@@ -110,6 +117,14 @@ async def open_crew(config: LearnerConfig, *, model: ModelFolder, folder: Path) 
             confinement=str(told[-1]),
         )
         nursery.cancel_scope.cancel()
+
+
+async def _demand(auditor: Supervisor) -> None:
+    """End the program for an auditor that says it cannot begin; one that dies makes audits wait, who say so."""
+    try:
+        await auditor.wait_accepted(deadline_s=_OPEN_S)
+    except ChildFailed as error:
+        _log.warning("%s", error.detail)
 
 
 def make_trainer(config: LearnerConfig, *, model: Path, checkpoints: Path) -> TrainerClient:

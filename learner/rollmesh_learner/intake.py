@@ -2,7 +2,7 @@
 
 A receipt is sent only after the ledger has it. The same bytes sent again get the stored receipt; other bytes for the
 same lease are an offence. Nothing in the body is parsed before its signature has been checked against the peer that
-Noise authenticated.
+Noise authenticated. While the book is suspended nothing is weighed: the node is asked to send it again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Intake:
                 run=self._terms.run, kind="result", signer=peer
             )
         except Refused as error:
-            code = error.code if error.code == "result.schema" else "result.signature"
+            code = "result.signature" if error.code.startswith("envelope.") else "result.schema"
             raise await self._offence(node, Refused(code, error.detail), rollouts=0) from error
         try:
             result = Result.decode(body, limit=limits.RESULT_BYTES, code="result.schema")
@@ -89,9 +89,7 @@ class Intake:
         return await self._receive(node, result, digest=blake3(body).digest())
 
     async def _receive(self, node: Node, result: Result, *, digest: bytes) -> bytes:
-        while result.lease_id in self._in_commit:
-            await self._in_commit[result.lease_id].wait()
-        lease = self._book.leases.get(result.lease_id) or await recall_lease(self._ledger, result.lease_id)
+        lease = await self._find(result.lease_id)
         if lease is None:
             raise await self._offence(node, Refused("lease.unknown"), rollouts=0)
         if lease.node != node.peer:
@@ -106,6 +104,18 @@ class Intake:
         finally:
             del self._in_commit[lease.lease_id]
             done.set()
+
+    async def _find(self, lease_id: bytes) -> LeaseRecord | None:
+        """The lease as it is once no other result for it is being written down; None when there never was one."""
+        while True:
+            while lease_id in self._in_commit:
+                await self._in_commit[lease_id].wait()
+            lease = self._book.leases.get(lease_id)
+            old = await recall_lease(self._ledger, lease_id) if lease is None else None
+            if self._book.is_suspended:
+                raise Refused("request.busy", "the learner is going back to a checkpoint")
+            if lease_id not in self._in_commit:
+                return self._book.leases.get(lease_id, old)
 
     async def _decide(self, node: Node, lease: LeaseRecord, result: Result, *, digest: bytes) -> bytes:
         now = trio.current_time()
@@ -147,6 +157,7 @@ class Intake:
 
     async def _refuse(self, node: Node, lease: LeaseRecord, error: Refused, *, digest: bytes, now: float) -> bytes:
         await self._discipline.offend(node.peer, error.code, detail=error.detail, rollouts=len(lease.indices))
+        lease = self._book.leases.get(lease.lease_id, lease)  # the book may have gone back to a checkpoint meanwhile
         receipt = Receipt(
             lease_id=lease.lease_id,
             accepted=(),

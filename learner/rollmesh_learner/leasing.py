@@ -130,6 +130,8 @@ class LeaseDesk:
                 await self._ledger.commit(*statements)
 
     async def _give(self, node: Node, asked: LeaseRequest, *, now: float) -> tuple[tuple[bytes, ...], Wait | None]:
+        if self._book.is_suspended:
+            return (), Wait(seconds=_WAIT_FOR_WORK_S, why="the learner is going back to a checkpoint")
         held = self._versions.by_root(asked.root_held) if asked.root_held else None
         if held is None or not self._book.is_young(held.step):
             why = f"the weights of version {self._versions.head.version}: there is no work for older ones"

@@ -31,6 +31,8 @@ SCHEMA_VERSION: Final = 1
 _BATCH: Final = 64
 """Statements' groups put into one transaction: 11k receipts a second instead of 300."""
 _RETRY_S: Final = 1.0
+_BUSY_S: Final = 5.0
+"""How long another process may still have the file: one that was just killed is gone in less."""
 
 Scalar = None | int | float | str | bytes
 Row = tuple[Scalar, ...]
@@ -98,6 +100,10 @@ class Ledger:
         """Run ``statements`` in one transaction; returns when they are on the disk.
 
         Shielded: a caller that is cancelled still leaves a whole transaction or none.
+
+        Raises:
+            HostError: the file is damaged. A disk that is full or fails is waited for instead.
+            sqlite3.Error: a statement is wrong; nothing of this call is kept, other calls are not touched.
         """
         job = _Job(self._write(statements), trio.Event(), trio.lowlevel.current_trio_token())
         self._waiting.put(job)
@@ -140,7 +146,8 @@ class Ledger:
             work = [job for job in jobs if job is not None]
             if work:
                 self._run_together(work)
-        self._connection.close()
+        with contextlib.suppress(sqlite3.Error):  # on a full disk the log is folded into the file at the next start
+            self._connection.close()
 
     def close(self) -> None:
         """Let the writer thread finish what was handed over, and end."""
@@ -161,6 +168,11 @@ class Ledger:
                 self.trouble = f"the ledger cannot be written: {error}"
                 time.sleep(_RETRY_S)
                 continue
+            except sqlite3.Error as error:
+                with contextlib.suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                for job in jobs:
+                    job.error = HostError(f"the ledger is damaged: {error}")
             break
         if self.trouble:
             _log.info("the ledger can be written again")
@@ -202,24 +214,17 @@ class _Job:
         self.error: Exception | None = None
 
     def attempt(self, connection: sqlite3.Connection) -> None:
-        """Run inside the open transaction. A broken statement fails this job alone; a full disk fails all."""
+        """Run inside the open transaction. A slip fails this job alone; a full disk or a damaged file fails all."""
         self.error = None
         connection.execute("SAVEPOINT job")
         try:
             self._work(connection)
-        except sqlite3.OperationalError as error:
-            if not _is_programming_slip(error):
+        except Exception as error:
+            if _is_of_the_disk(error):
                 raise
-            self._undo(connection, error)
-        except sqlite3.Error as error:
-            self._undo(connection, error)
-        else:
-            connection.execute("RELEASE job")
-
-    def _undo(self, connection: sqlite3.Connection, error: Exception) -> None:
-        connection.execute("ROLLBACK TO job")
+            connection.execute("ROLLBACK TO job")
+            self.error = error
         connection.execute("RELEASE job")
-        self.error = error
 
     def finish(self) -> None:
         """Wake the task that waits."""
@@ -227,9 +232,11 @@ class _Job:
             self._token.run_sync_soon(self.done.set)
 
 
-def _is_programming_slip(error: sqlite3.OperationalError) -> bool:
-    """SQLite reports bad SQL and a full disk with one exception type; only the latter is worth waiting for."""
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+def _is_of_the_disk(error: Exception) -> bool:
+    """False for a slip of the statement. SQLite reports bad SQL and a full disk with one exception type."""
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
+    return type(error) is sqlite3.DatabaseError
 
 
 @contextlib.asynccontextmanager
@@ -252,7 +259,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600, exist_ok=True)
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
@@ -263,6 +270,10 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise HostError(f"the ledger {path} was written by another version of rollmesh (format {version})")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("COMMIT")
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise HostError(f"the ledger {path} is in use by another process") from error
+        raise HostError(f"the ledger {path} cannot be opened: {error}") from error
     except (sqlite3.Error, OSError) as error:
         raise HostError(f"the ledger {path} cannot be opened: {error}") from error
     return connection

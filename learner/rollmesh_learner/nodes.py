@@ -146,6 +146,10 @@ class Nodes:
         if node:
             node.record = record
 
+    def quarantined(self) -> list[str]:
+        """Every peer that is out of the run."""
+        return [peer for peer, record in self._records.items() if record.is_quarantined]
+
     def active(self, now: float) -> list[Node]:
         """Workers in the run that were heard of lately."""
         return [

@@ -6,6 +6,9 @@ Used when the learner starts and when its trainer died. With weights of step c a
   is orphaned, because those weights no longer exist in the history, and so is every such rollout that waits;
 - published versions of steps beyond c are orphaned, and their leases void; version numbers are never used again;
 - everything acknowledged is counted in exactly one state afterwards.
+
+Meanwhile the book is suspended, and versions and book change in one moment at the end: nobody can be given work for
+weights that are lost, and nothing that comes in is weighed against a book that does not know it yet.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
 from rollmesh_learner.ledger import Ledger, Row, Statement, blob, number, real
 from rollmesh_learner.standing import Record
+from rollmesh_learner.versions import Versions
 from rollmesh_protocol.messages import Head
 
 _log = logging.getLogger("rollmesh.learner.restore")
 
 _LIVE: Final = "('scoring', 'auditing', 'ready')"
+_WAITING: Final = (
+    "SELECT lease_id, sample, r.group_id, node, version, r.step, root, seed, tokens, logprobs, finish, drawn,"  # noqa: S608
+    " reward, exact_logprobs, r.state FROM rollouts r JOIN groups g ON g.group_id = r.group_id"
+    f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
+)
 _LEASE: Final = "lease_id, node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
 
 
@@ -47,16 +56,21 @@ class Restored:
     orphaned: int
 
 
-async def rewind(ledger: Ledger, book: Book, *, step: int, now: float) -> Restored:
-    """Bring ledger and ``book`` to the state in which the weights of ``step`` are the newest there are."""
+async def rewind(ledger: Ledger, book: Book, versions: Versions, *, step: int, now: float) -> Restored:
+    """Bring ledger, ``book`` and ``versions`` to where the weights of ``step`` are the newest there are."""
+    book.suspend()
+    await ledger.commit(*rows.steps_final(step))
     before = await _count(ledger)
-    await ledger.commit(*rows.steps_final(step), *_undo_beyond(step))
-    await _load(ledger, book, step=step, now=now)
-    await ledger.commit(*book.drop_stale())
+    await ledger.commit(*_undo_beyond(step))
     after = await _count(ledger)
+    published = await published_versions(ledger)
+    ((newest,),) = await ledger.fetch("SELECT coalesce(max(group_id), -1) FROM groups")
+    groups, leases = await _load(ledger, samples=book.rules.samples_per_group, now=now)
+    versions.reset(version.head for version in published if not version.is_orphaned)
+    book.resume(groups, leases, next_group=number(newest) + 1, next_step=step)
+    await ledger.commit(*book.drop_stale())
     rolled_back = before.get("assigned", 0) - after.get("assigned", 0)
     orphaned = after.get("orphaned", 0) - before.get("orphaned", 0)
-    published = await published_versions(ledger)
     if rolled_back or orphaned:
         _log.info("back at step %d: %d rollouts go back, %d are orphaned", step, rolled_back, orphaned)
     return Restored(published=published, rolled_back=rolled_back, orphaned=orphaned)
@@ -97,26 +111,21 @@ def _undo_beyond(step: int) -> list[Statement]:
     ]
 
 
-async def _load(ledger: Ledger, book: Book, *, step: int, now: float) -> None:
-    ((newest,),) = await ledger.fetch("SELECT coalesce(max(group_id), -1) FROM groups")
-    book.clear(next_group=number(newest) + 1, next_step=step)
-    size = book.rules.samples_per_group
+async def _load(ledger: Ledger, *, samples: int, now: float) -> tuple[list[Group], list[LeaseRecord]]:
     groups: dict[int, Group] = {}
     for group_id, environment, item, prompt in await ledger.fetch(
         "SELECT group_id, environment, item, prompt FROM groups WHERE state = 'live' ORDER BY group_id"
     ):
         content = Prompt(environment=number(environment), item=str(item), prompt=blob(prompt))
-        groups[number(group_id)] = Group(number(group_id), content, [Sample(i) for i in range(size)])
-    for row in await ledger.fetch(
-        "SELECT lease_id, sample, r.group_id, node, version, r.step, root, seed, tokens, logprobs, finish, drawn,"
-        " reward, exact_logprobs, r.state FROM rollouts r JOIN groups g ON g.group_id = r.group_id"
-        f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
-    ):
+        groups[number(group_id)] = Group(number(group_id), content, [Sample(i) for i in range(samples)])
+    for row in await ledger.fetch(_WAITING):
         _place_rollout(groups, row)
-    for row in await ledger.fetch(f"SELECT {_LEASE} FROM leases WHERE state = 'open'"):  # noqa: S608 - a constant
-        _place_lease(groups, book, row, now=now)
-    for group in groups.values():
-        book.put_back(group)
+    # A node gets its time anew: the learner's absence is not its fault.
+    found = await ledger.fetch(f"SELECT {_LEASE} FROM leases WHERE state = 'open'")  # noqa: S608 - a constant
+    leases = [_read_lease(row, now=now) for row in found]
+    for lease in leases:
+        _place_lease(groups, lease)
+    return list(groups.values()), leases
 
 
 def _place_rollout(groups: dict[int, Group], row: Row) -> None:
@@ -145,9 +154,7 @@ def _place_rollout(groups: dict[int, Group], row: Row) -> None:
     place.rollout = rollout
 
 
-def _place_lease(groups: dict[int, Group], book: Book, row: Row, *, now: float) -> None:
-    lease = _read_lease(row, now=now)  # the node gets its time anew: the learner's absence is not its fault
-    book.leases[lease.lease_id] = lease
+def _place_lease(groups: dict[int, Group], lease: LeaseRecord) -> None:
     group = groups.get(lease.group_id)
     if group is None:
         return

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
@@ -22,9 +22,10 @@ from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Group
 from rollmesh_learner.ledger import Ledger, number
-from rollmesh_learner.publisher import Publisher
+from rollmesh_learner.publisher import Prepared, Publisher
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
 from rollmesh_learner.versions import Versions
+from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol.errors import ChildFailed, HostError
 from rollmesh_protocol.messages import Head
@@ -32,7 +33,10 @@ from rollmesh_protocol.staleness import age
 
 _log = logging.getLogger("rollmesh.learner.steps")
 
-_PUBLISH_AGAIN_S: Final = 2.0
+T = TypeVar("T")
+
+_AGAIN_S: Final = 2.0
+"""Between two tries of what this machine or a child could not do."""
 _LOOK_S: Final = 0.5
 """The batch is looked at whenever something was scored or audited, and this often besides."""
 
@@ -92,13 +96,17 @@ class Stepper:
         self._publishing = trio.Lock()
         self._life = 0
         self._saved_step = 0
-        self._is_stopping = False
         self.clock = Clock()
+        self._stop_asked = trio.Event()
+        self._troubles: dict[str, str] = {}
         self.state = "starting"
-        self.trouble = ""
-        """What keeps a version from being published right now, in words."""
         self.mean_reward: float | None = None
         self.checkpoint: Path | None = None
+
+    @property
+    def trouble(self) -> str:
+        """What this machine cannot do right now, and is tried again, in words."""
+        return "; ".join(self._troubles.values())
 
     def wake(self) -> None:
         """Something was scored or audited: the batch may be ready."""
@@ -106,30 +114,49 @@ class Stepper:
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint of it."""
-        self._is_stopping = True
+        self._stop_asked.set()
         self.wake()
+
+    async def settle(self) -> None:
+        """Wait for a trainer, and bring the book to the step that it was opened at. Before :meth:`run`."""
+        while True:
+            self.state = "waiting for the trainer to come back from its checkpoint"
+            try:
+                self._life = await self._trainer.wait_ready()
+                self._saved_step = self._trainer.opened_at_step
+                self.checkpoint = self._trainer.opened_from
+                async with self._publishing:
+                    pass  # what is being published now is a version that the rewind must know of
+                await self._rewind(self._saved_step)
+            except ChildFailed as error:
+                _log.warning("the trainer is not back yet: %s", error.detail)
+                await self._pause()
+            else:
+                return
 
     async def run(self) -> bool:
         """Train until the last step is durable (True), or until :meth:`stop` (False). Trainers that die are survived.
 
-        The book must stand at the step that the trainer was opened at.
+        Raises:
+            HostError: after :meth:`stop`, when this machine cannot save what there is.
         """
-        self._life = await self._trainer.wait_ready()
-        self._saved_step = self._trainer.opened_at_step
-        self.checkpoint = self._trainer.opened_from
         async with trio.open_nursery() as nursery:
             while not self._is_stopping and (self._book.next_step < self._plan.steps or self._is_behind):
                 try:
                     await self._one_step(nursery)
                 except ChildFailed as error:
-                    _log.warning("step %d was lost: %s", self._book.next_step, error.detail)
+                    _log.warning("what was trained after step %d is lost: %s", self._saved_step, error.detail)
                     await self._recover()
-            if self._is_stopping and self._book.next_step > self._saved_step and not self._is_behind:
-                await self._save(self._book.next_step)
+            if self._is_stopping:
+                await self._save_before_leaving()
             self.state = "finishing the last publication"
         is_complete = self._book.next_step >= self._plan.steps
         self.state = "the run is complete" if is_complete else "stopped"
         return is_complete
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_asked.is_set()
 
     @property
     def _is_behind(self) -> bool:
@@ -147,7 +174,7 @@ class Stepper:
         fault_point("step.assigned")
         self.state = f"training step {step}"
         started = trio.current_time()
-        outcome = await self._trainer.train(step, groups)
+        outcome = await self._trainer.train(step, groups, life=self._life)
         trained_s = trio.current_time() - started
         fault_point("step.trained")
         await self._note(step, groups, outcome, waited_s=waited_s, trained_s=trained_s)
@@ -182,27 +209,62 @@ class Stepper:
 
     async def _save(self, step: int) -> None:
         self.state = f"saving a checkpoint of step {step}"
-        self.checkpoint = await self._trainer.checkpoint(step, carry={"next_group": self._book.next_group})
+        carry: Body = {"next_group": self._book.next_group}
+        self.checkpoint = await self._insist(
+            f"the checkpoint of step {step}", lambda: self._trainer.checkpoint(step, carry=carry, life=self._life)
+        )
         fault_point("step.checkpointed")
         await self._ledger.commit(*rows.steps_final(step))
         self._saved_step = step
         fault_point("step.final")
 
+    async def _save_before_leaving(self) -> None:
+        if self._book.next_step <= self._saved_step or self._is_behind:
+            return
+        try:
+            await self._save(self._book.next_step)
+        except ChildFailed as error:
+            _log.warning("what was trained after step %d is not saved: %s", self._saved_step, error.detail)
+
     async def _recover(self) -> None:
-        self.state = "waiting for the trainer to come back from its checkpoint"
-        self._life = await self._trainer.wait_ready()
-        self._saved_step = self._trainer.opened_at_step
-        async with self._publishing:
-            pass  # what is being published now is a version that the rewind must know of
-        await self._rewind(self._saved_step)
+        if self._trainer.is_alive and not self._is_behind:  # it refused, and nobody can say what it holds now
+            await self._pause()
+            await self._trainer.restart()
+        if not self._is_stopping:
+            await self.settle()
+
+    async def _insist(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``call``, repeated while this machine cannot do it (a full disk), and saying so.
+
+        Raises:
+            HostError: that of ``call``, once the learner is to stop.
+        """
+        while True:
+            try:
+                result = await call()
+            except HostError as error:
+                if self._is_stopping:
+                    raise
+                self._complain(what, f"{what} waits: {error.detail}")
+                await self._pause()
+            else:
+                self._troubles.pop(what, None)
+                return result
+
+    def _complain(self, what: str, trouble: str) -> None:
+        if self._troubles.get(what) != trouble:
+            _log.warning("%s; trying again every %g s", trouble, _AGAIN_S)
+        self._troubles[what] = trouble
+
+    async def _pause(self) -> None:
+        with trio.move_on_after(_AGAIN_S):
+            await self._stop_asked.wait()
 
     # --- publishing --------------------------------------------------------------------------------------------------
     async def publish_now(self, step: int) -> None:
         """Publish the trainer's present weights, those of ``step``, and wait until they are out."""
         async with self._publishing:
-            image = self._image(step)
-            await self._trainer.export(image)
-            await self._publish(image, step)
+            await self._publish(await self._export(step), step, life=self._life)
 
     async def _publish_beside(self, step: int, nursery: trio.Nursery, *, updated: bool) -> None:
         """Export now, before the next step changes the weights; encode and announce beside that step."""
@@ -211,51 +273,62 @@ class Stepper:
             if not updated and self._versions.head.step == step - 1:
                 self._move_head(step)
                 return
-            image = self._image(step)
-            await self._trainer.export(image)
+            image = await self._export(step)
         nursery.start_soon(self._publish_in_turn, image, step, self._life)
 
     async def _publish_in_turn(self, image: Path, step: int, life: int) -> None:
         async with self._publishing:
-            if life == self._life:  # else the step was lost meanwhile, and its weights with it
-                await self._publish(image, step)
-            else:
-                image.unlink(missing_ok=True)
+            await self._publish(image, step, life=life)
 
-    async def _publish(self, image: Path, step: int) -> None:
-        """Make the weights in ``image`` the next version. A full disk or a dead worker delays it, and says so."""
-        while True:
-            ((highest,),) = await self._ledger.fetch("SELECT coalesce(max(version), 0) FROM versions")
-            version = number(highest) + 1
-            await self._ledger.commit(rows.reserve_version(version, step=step, wall_time=time.time()))
+    async def _export(self, step: int) -> Path:
+        image = self._exports / f"step-{step:08d}-of-life-{self._life}.new"
+        await self._insist(f"the export of step {step}", lambda: self._trainer.export(image, life=self._life))
+        return image
+
+    async def _publish(self, image: Path, step: int, *, life: int) -> None:
+        """Make the weights in ``image`` the next version. A full disk or a dead worker delays it, and says so.
+
+        It is given up when the trainer of that life is gone, and the step with it; and when a learner that cannot
+        publish is to stop: the next start publishes what it then has.
+        """
+        what = f"the publication of step {step}"
+        tries = 0
+        while life == self._life and not (tries and self._is_stopping):
+            tries += 1
+            version = await self._reserve(step)
             fault_point("version.reserved")
             try:
                 prepared = await self._publisher.prepare(image, version=version, step=step)
             except (ChildFailed, HostError) as error:
-                self.trouble = f"version {version} is not published yet: {error.detail}"
-                _log.warning("%s; trying again in %g s", self.trouble, _PUBLISH_AGAIN_S)
-                await trio.sleep(_PUBLISH_AGAIN_S)
-                continue
-            self.trouble = ""
-            break
+                self._complain(what, f"{what} waits: {error.detail}")
+                await self._pause()
+            else:
+                await self._bring_out(prepared, step)
+                break
+        else:
+            image.unlink(missing_ok=True)
+        self._troubles.pop(what, None)
+
+    async def _bring_out(self, prepared: Prepared | None, step: int) -> None:
         if prepared is None:
             self._move_head(step)
             return
         await self._ledger.commit(rows.version_published(prepared.header))
         fault_point("version.durable")
         self._publisher.announced(prepared)
-        self._versions.publish(Head(version=version, step=step, root=prepared.header.root))
+        self._versions.publish(prepared.entry.head)
         await self._publisher.maintain()
 
-    def _move_head(self, step: int) -> None:
-        """Not one weight changed: the published version stays, and counts as the weights of ``step``."""
-        head = self._versions.head
-        if head.version == 0:
-            head = self._publisher.head
-        self._versions.publish(Head(version=head.version, step=step, root=head.root))
+    async def _reserve(self, step: int) -> int:
+        ((highest,),) = await self._ledger.fetch("SELECT coalesce(max(version), 0) FROM versions")
+        version = number(highest) + 1
+        await self._ledger.commit(rows.reserve_version(version, step=step, wall_time=time.time()))
+        return version
 
-    def _image(self, step: int) -> Path:
-        return self._exports / f"step-{step:08d}.new"
+    def _move_head(self, step: int) -> None:
+        """Not one weight changed: the version published last stays, and counts as the weights of ``step``."""
+        head = self._publisher.head
+        self._versions.publish(Head(version=head.version, step=step, root=head.root))
 
     # --- accounts ----------------------------------------------------------------------------------------------------
     async def _note(
@@ -281,7 +354,10 @@ class Stepper:
         }
         text = json.dumps(line)
         await self._ledger.commit(rows.step_trained(step, text))
-        await trio.to_thread.run_sync(_append, self._metrics_file, text)
+        try:
+            await trio.to_thread.run_sync(_append, self._metrics_file, text)
+        except OSError as error:
+            _log.warning("the metrics of step %d are in the ledger alone: %s", step, error)
         _log.info("step %d: reward %.3f, age %.1f, waited %.1f s, trained %.1f s", step, self.mean_reward,
                   line["age_mean"], waited_s, trained_s)  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Final
 import trio
 
 from rollmesh_learner import rows
-from rollmesh_learner.admission import Mode, check_allowlist, check_block, check_major, open_invite
+from rollmesh_learner.admission import Mode, check_allowlist, check_block, open_hello, open_invite
 from rollmesh_learner.ledger import Ledger
 from rollmesh_learner.nodes import Nodes
 from rollmesh_learner.versions import Versions
@@ -80,8 +80,7 @@ class WelcomeDesk:
 
     async def hello(self, peer: str, request: bytes) -> bytes:
         """One :class:`Hello` and its :class:`Welcome`, or the reason why the peer may not join."""
-        hello = Hello.decode(request, limit=limits.HELLO_BYTES)
-        check_major(hello)
+        hello = open_hello(request)
         now = trio.current_time()
         is_new = self._nodes.get(peer) is None
         link = self._mesh.links().get(peer)

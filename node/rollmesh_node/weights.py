@@ -26,15 +26,13 @@ from rollmesh_peer.mesh.peer_cache import PeerCache
 from rollmesh_peer.mesh.requests import Router
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.status.words import share, size
-from rollmesh_peer.weights.conduct import ConductBook
 from rollmesh_peer.weights.edge_store import EdgeStore
-from rollmesh_peer.weights.fetch import Around
 from rollmesh_peer.weights.follower import Follower
-from rollmesh_peer.weights.have import HaveExchange
 from rollmesh_peer.weights.keeper import Keeper, open_keeper
 from rollmesh_peer.weights.neighbourhood import Neighbourhood
 from rollmesh_peer.weights.passes import PassBook
 from rollmesh_peer.weights.seeding import Seeder
+from rollmesh_peer.weights.sharing import Fetching, Sharing
 from rollmesh_peer.weights.swarm import Progress, Swarm
 from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol.messages import Notice, RunCard
@@ -51,13 +49,13 @@ class NodeWeights:
     swarm: Swarm
     seeder: Seeder
     neighbourhood: Neighbourhood
-    exchange: HaveExchange
+    sharing: Sharing
     bulletin: Bulletin
 
     async def run(self) -> None:
         """Follow the head and serve others, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.exchange.run)
+            nursery.start_soon(self.sharing.run)
             nursery.start_soon(self.neighbourhood.run)
             nursery.start_soon(self.bulletin.run)
             nursery.start_soon(self.follower.run)
@@ -103,37 +101,25 @@ async def open_weights(
         ) as keeper,
     ):
         passes = PassBook(run=card.run, learner=card.learner, newest_version=lambda: keeper.highest)
-        exchange = HaveExchange(mesh, store=store, passes=passes, admission=admission)
-        conduct = ConductBook()
-        neighbourhood = Neighbourhood(
-            mesh,
+        sharing = Sharing(mesh, store=store, passes=passes, admission=admission)
+        fetching = Fetching(
+            sharing,
             learner=card.learner,
-            conduct=conduct,
             random=random,
             cache=cache,
             on_head=lambda head: follower.hear_head(head),  # noqa: PLW0108 - the follower is made below
             learner_only=learner_only,
         )
-        around = Around(
-            mesh=mesh,
-            learner=card.learner,
-            store=store,
-            exchange=exchange,
-            conduct=conduct,
-            neighbours=neighbourhood.peers,
-        )
-        swarm = Swarm(around, random=random)
         follower = Follower(
             mesh,
             learner=card.learner,
             store=store,
             keeper=keeper,
-            swarm=swarm,
+            swarm=fetching.swarm,
             max_download_bytes=own.download_bytes,
             chance=random.random,
         )
-        follower.listen(_VersionLog(swarm).heard)
-        seeder = Seeder(store=store, passes=passes)
+        follower.listen(_VersionLog(fetching.swarm).heard)
         bulletin = Bulletin(
             mesh,
             run=card.run,
@@ -142,14 +128,14 @@ async def open_weights(
             on_header=follower.hear_header,
             on_notice=on_notice,
         )
-        router.register(mesh, *seeder.routes(), exchange.route())
+        router.register(mesh, *sharing.routes())
         yield NodeWeights(
             keeper=keeper,
             follower=follower,
-            swarm=swarm,
-            seeder=seeder,
-            neighbourhood=neighbourhood,
-            exchange=exchange,
+            swarm=fetching.swarm,
+            seeder=sharing.seeder,
+            neighbourhood=fetching.neighbourhood,
+            sharing=sharing,
             bulletin=bulletin,
         )
 

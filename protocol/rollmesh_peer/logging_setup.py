@@ -67,7 +67,7 @@ class Text(logging.Formatter):
         """One line, and a traceback below it where there is one."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         pairs = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
-        line = f"{clock} {record.levelname:<7} {_part(record.name)}: {record.getMessage()}{pairs}"
+        line = _plain(f"{clock} {record.levelname:<7} {_part(record.name)}: {record.getMessage()}{pairs}")
         if record.exc_info:
             line = f"{line}\n{self.formatException(record.exc_info)}"
         return shorten_peers(line)
@@ -89,6 +89,13 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _plain(text: str) -> str:
+    """``text`` on one line and without terminal controls: names, codes and sentences in it may be a stranger's."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Plain]:

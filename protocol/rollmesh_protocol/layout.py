@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from blake3 import blake3
 from pydantic import Field
@@ -30,7 +30,7 @@ class TensorSpec(Record):
 
     name: str = Field(min_length=1, max_length=limits.MAX_TENSOR_NAME_CHARS)
     dtype: Dtype
-    shape: tuple[int, ...] = Field(max_length=limits.MAX_TENSOR_DIMS)
+    shape: tuple[Annotated[int, Field(ge=0)], ...] = Field(max_length=limits.MAX_TENSOR_DIMS)
 
     @property
     def elements(self) -> int:

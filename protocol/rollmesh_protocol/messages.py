@@ -112,7 +112,9 @@ class RunCard(Record):
     model: ModelReference
     layout: Layout
     vocabulary: int = Field(ge=2, le=limits.MAX_VOCABULARY)
-    stop_tokens: tuple[int, ...] = Field(max_length=limits.MAX_STOP_TOKENS)
+    stop_tokens: tuple[Annotated[int, Field(ge=0, lt=limits.MAX_VOCABULARY)], ...] = Field(
+        max_length=limits.MAX_STOP_TOKENS
+    )
     tokenizer_digest: Digest
     environments: tuple[Annotated[str, Field(max_length=128)], ...] = Field(max_length=64)
     limits: RunLimits

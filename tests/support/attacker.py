@@ -270,17 +270,11 @@ class Studio:
             )
         return result_of(lease, samples, **changes)
 
-    def _generate(self, lease: Lease, *, root: bytes, prompt: np.ndarray | None, seed_shift: int):  # noqa: ANN202
-        from rollmesh_node.engine.backend import GroupRequest, SampleRequest, Weights
-        from rollmesh_node.engine.transformers_backend import TransformersBackend
+    def _generate(self, lease: Lease, *, root: bytes, prompt: np.ndarray | None, seed_shift: int):
+        from rollmesh_node.engine.backend import GroupRequest, SampleRequest
 
-        image = self.images[root]
-        if self._backend is None:
-            self._backend = TransformersBackend(threads=1)
-            config = json.loads(self.card.model.config)
-            self._backend.load(Weights(config=config, layout=self.card.layout, image=image))
-        else:
-            self._backend.swap(image)
+        backend = self._warm_up()
+        backend.swap(self.images[root])
         request = GroupRequest(
             key=0,
             prompt=lease.prompt_ids if prompt is None else prompt,
@@ -291,7 +285,18 @@ class Studio:
             max_new_tokens=lease.max_new_tokens,
             stop=frozenset(self.card.stop_tokens),
         )
-        return list(self._backend.generate([request]))
+        return list(backend.generate([request]))
+
+    def _warm_up(self):
+        """Import torch and build the model, which takes longer than a lease stands on a busy machine."""
+        from rollmesh_node.engine.backend import Weights
+        from rollmesh_node.engine.transformers_backend import TransformersBackend
+
+        if self._backend is None:
+            self._backend = TransformersBackend(threads=1)
+            config = json.loads(self.card.model.config)
+            self._backend.load(Weights(config=config, layout=self.card.layout, image=self.images[self.newest]))
+        return self._backend
 
 
 @asynccontextmanager
@@ -319,6 +324,7 @@ async def open_studio(scout: Attacker, folder: Path) -> AsyncIterator[Studio]:
             weights.follower.hear_head(head)
         nursery.start_soon(_tell_heads, scout, weights)
         await studio.wait_for(1)
+        await trio.to_thread.run_sync(studio._warm_up)
         yield studio
         nursery.cancel_scope.cancel()
 

@@ -2,14 +2,16 @@
 
 The trainer child holds the masters and the optimiser state in its memory. When it dies, the supervisor starts another
 from the newest checkpoint; everything since is lost, which shows as a new :attr:`TrainerClient.life`. The caller then
-rewinds its book before it goes on.
+rewinds its book before it goes on. The invariant: what is asked of one life is never done by another, which holds other
+weights.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -64,17 +66,35 @@ class TrainerClient:
         """Keep the child alive until cancelled."""
         await self._supervisor.run()
 
+    @property
+    def is_alive(self) -> bool:
+        """True while there is an opened trainer."""
+        return self._supervisor.child is not None
+
+    async def wait_accepted(self) -> None:
+        """Wait for the first trainer that could be opened.
+
+        Raises:
+            UsageError, Refused, HostError, ChildFailed: the trainer says that it cannot open what it was told to.
+        """
+        await self._supervisor.wait_accepted(deadline_s=_OPEN_S)
+
+    async def restart(self) -> None:
+        """End the trainer, whose weights are nobody's any more; another one opens the newest checkpoint."""
+        await self._supervisor.stop()
+        self._supervisor.start()
+
     async def wait_ready(self) -> int:
         """Wait for a live, opened trainer; returns its :attr:`life`."""
         async with self._supervisor.use(deadline_s=_OPEN_S):
             return self.life
 
-    async def train(self, step: int, groups: Sequence[Group]) -> StepOutcome:
+    async def train(self, step: int, groups: Sequence[Group], *, life: int) -> StepOutcome:
         """One optimiser step from weights of ``step`` on whole groups."""
         rollouts = [(group, s.rollout) for group in groups for s in group.samples if s.rollout is not None]
         keys = {_name(rollout): rollout.key for _, rollout in rollouts}
         body: Body = {"step": step, "rollouts": [_record(group, rollout) for group, rollout in rollouts]}
-        async with self._supervisor.use() as child:
+        async with self._of(life) as child:
             answer = await child.call("train", body, deadline_s=_TRAIN_S)
         metrics = answer.get("metrics")
         checks = answer.get("mismatches")
@@ -86,18 +106,28 @@ class TrainerClient:
             suspects=tuple(keys[str(check["id"])] for check in checks if check["verdict"] == "audit"),
         )
 
-    async def export(self, path: Path) -> None:
-        """Write the bf16 image of the present weights to ``path``."""
-        async with self._supervisor.use() as child:
+    async def export(self, path: Path, *, life: int) -> None:
+        """Write the bf16 image of the present weights to ``path``. HostError: there is no room for it."""
+        async with self._of(life) as child:
             await child.call("export", {"path": str(path)}, deadline_s=_SAVE_S)
 
-    async def checkpoint(self, step: int, *, carry: Body) -> Path:
-        """Make everything durable; the folder appears whole or not at all. Old checkpoints beyond ``kept`` go."""
+    async def checkpoint(self, step: int, *, carry: Body, life: int) -> Path:
+        """Make everything durable; the folder appears whole or not at all. Old checkpoints beyond ``kept`` go.
+
+        HostError: there is no room for it.
+        """
         folder = self._checkpoints / f"step-{step:08d}"
-        async with self._supervisor.use() as child:
+        async with self._of(life) as child:
             await child.call("checkpoint", {"folder": str(folder), "carry": carry}, deadline_s=_SAVE_S)
         await trio.to_thread.run_sync(self._prune)
         return folder
+
+    @asynccontextmanager
+    async def _of(self, life: int) -> AsyncIterator[Child]:
+        async with self._supervisor.use() as child:
+            if self.life != life:
+                raise ChildFailed("the trainer was replaced, and its weights with it")
+            yield child
 
     async def _prepare(self, child: Child) -> None:
         newest = await trio.to_thread.run_sync(newest_checkpoint, self._checkpoints)

@@ -66,6 +66,7 @@ class Supervisor:
         self._wanted = True
         self._state = "not started"
         self._child: Child | None = None
+        self._refusal: RollmeshError | None = None
         self._attempt: trio.CancelScope | None = None
         self._changed = trio.Event()
 
@@ -89,8 +90,22 @@ class Supervisor:
             await self._wait_until(lambda: self.child is not None)
         child = self.child
         if child is None:
-            raise ChildFailed(f"no {self.spec.name} process within {deadline_s:g} s: {self._state}")
+            raise self._none_within(deadline_s)
         yield child
+
+    async def wait_accepted(self, *, deadline_s: float = USE_S) -> None:
+        """Wait for the first child, as :meth:`use` does, but not for one that says itself that it cannot begin.
+
+        A child that dies is started again; one that lives and refuses what ``prepare`` asks of it (a setting that is
+        wrong, a device that is not there) would refuse it for ever.
+
+        Raises:
+            UsageError, Refused, HostError, ChildFailed: what the child said.
+        """
+        with trio.move_on_after(deadline_s):
+            await self._wait_until(lambda: self.child is not None or self._refusal is not None)
+        if self.child is None:
+            raise self._refusal or self._none_within(deadline_s)
 
     async def stop(self) -> None:
         """End the child and keep it ended until :meth:`start`; returns when its memory is free."""
@@ -138,7 +153,7 @@ class Supervisor:
             self._tell("starting")
             async with self._open(self.spec) as child:
                 self._tell(f"preparing, pid {child.pid}")
-                await self._prepare(child)
+                await self._prepare_or_note(child)
                 prepared_at = trio.current_time()
                 self._child = child
                 self._tell(f"running, pid {child.pid}")
@@ -149,9 +164,21 @@ class Supervisor:
         finally:
             self._child = None
 
+    async def _prepare_or_note(self, child: Child) -> None:
+        self._refusal = None
+        try:
+            await self._prepare(child)
+        except RollmeshError as error:
+            if child.is_alive:
+                self._refusal = error
+            raise
+
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
+
+    def _none_within(self, deadline_s: float) -> ChildFailed:
+        return ChildFailed(f"no {self.spec.name} process within {deadline_s:g} s: {self._state}")
 
     def _tell(self, state: str) -> None:
         self._state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def plan(tmp_path) -> Plan:
 
 
 def overrides(argv: tuple[str, ...]) -> list[str]:
-    return [word for before, word in zip(argv, argv[1:], strict=False) if before == "--set"]
+    return [word for before, word in pairwise(argv) if before == "--set"]
 
 
 def test_the_learner_takes_its_command(plan) -> None:

@@ -19,8 +19,7 @@ import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 print('at work', flush=True)
 signal.sigwait([signal.SIGINT]); print('no', flush=True)
-signal.sigwait([signal.SIGINT]); print('never', flush=True)
-signal.sigwait([signal.SIGUSR1])
+signal.sigwait([signal.SIGINT]); print('well', flush=True)
 """
 
 
@@ -44,23 +43,29 @@ async def test_it_ends_politely_and_its_words_are_kept(tmp_path) -> None:
     assert member.last_lines(1) == ["bye"] and member.last_lines(9) == ["at work", "bye"]
 
 
-async def test_one_that_ignores_the_first_signal_gets_a_second_and_is_killed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(processes, "AT_ONCE_S", 0.3)
-    member = await begin(tmp_path, STUBBORN)
-    with trio.fail_after(30):
-        await stop([member], patience_s=0.3, hurry=trio.Event())
-    assert member.status == -signal.SIGKILL and member.fate == "was ended by SIGKILL"
-    assert member.last_lines(3) == ["at work", "no", "never"]
-
-
-async def test_hurry_ends_the_patience(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(processes, "AT_ONCE_S", 0.3)
+async def test_hurry_ends_the_patience_and_sends_the_second_signal(tmp_path) -> None:
     member = await begin(tmp_path, STUBBORN)
     hurry = trio.Event()
-    hurry.set()
+
+    async def hurry_once_refused() -> None:
+        while "no" not in member.log.read_text():
+            await trio.sleep(0.02)
+        hurry.set()
+
     with trio.fail_after(30):
-        await stop([member], patience_s=3600, hurry=hurry)
-    assert member.status == -signal.SIGKILL
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hurry_once_refused)
+            await stop([member], patience_s=3600, hurry=hurry)
+    assert member.status == 0 and member.last_lines(3) == ["at work", "no", "well"]
+
+
+async def test_one_that_hears_nothing_is_killed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "AT_ONCE_S", 0.1)
+    deaf = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [2]); print('at work', flush=True); signal.pause()"
+    member = await begin(tmp_path, deaf)
+    with trio.fail_after(30):
+        await stop([member], patience_s=0.1, hurry=trio.Event())
+    assert member.status == -signal.SIGKILL and member.fate == "was ended by SIGKILL"
 
 
 async def test_what_ended_already_is_no_trouble(tmp_path) -> None:

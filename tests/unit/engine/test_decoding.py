@@ -102,6 +102,21 @@ def test_a_prefill_in_pieces(tiny, monkeypatch, elements):
     check(tiny.fp32, random_groups(6, prompts=[33, 20, 25], samples=2, shared=17))
 
 
+def test_no_query_sees_nothing(tiny, monkeypatch):
+    """Kernels differ in what they make of a row of -inf; padding must not depend on it."""
+    masks = []
+    original = Decoder._forward
+
+    def spy(decoder, ids, *, positions, mask):
+        masks.append(mask)
+        return original(decoder, ids, positions=positions, mask=mask)
+
+    monkeypatch.setattr(Decoder, "_forward", spy)
+    decode(tiny.fp32, random_groups(9, prompts=[4, 20, 11], samples=2))
+    assert len(masks) == 10
+    assert all((mask.amax(-1) == 0).all() for mask in masks)
+
+
 def test_the_prefill_computes_shared_tokens_once(tiny):
     _, stats = decode(tiny.fp32, random_groups(7, prompts=[30, 32], samples=8, shared=20))
     assert stats.prompt_tokens == 20 + 10 + 12

@@ -31,6 +31,9 @@ def test_a_swap_changes_what_is_generated_and_back(backend, tiny, tmp_path):
     before = [rollout.tokens.tolist() for rollout in backend.generate([request])]
     backend.swap(other)
     between = [rollout.tokens.tolist() for rollout in backend.generate([request])]
+    fresh = TransformersBackend(threads=1, max_rows=8, device="cpu")
+    fresh.load(Weights(config=tiny.config, layout=tiny.layout, image=other))
+    assert [rollout.tokens.tolist() for rollout in fresh.generate([request])] == between
     backend.swap(tiny.image)
     assert [rollout.tokens.tolist() for rollout in backend.generate([request])] == before != between
     assert backend.stats().loads == 3

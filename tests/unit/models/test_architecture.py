@@ -105,4 +105,6 @@ def test_fields_that_could_reach_code_are_dropped(tmp_path, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
     assert model.dtype == torch.bfloat16
     assert model.config.attention_dropout == 0
+    assert not model.config.is_encoder_decoder
+    assert not hasattr(model.config, "use_kernels")
     assert "ROLLMESH_TEST_EVIL" not in os.environ

@@ -62,3 +62,17 @@ def test_flipped_bits_never_crash(name: str, data: st.DataObject) -> None:
 def test_booleans_are_no_numbers() -> None:
     with pytest.raises(Refused):
         type(EXAMPLES["pass"]).decode(_reencode("pass", {"issued_version": True}), limit=1000)
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), (-2, -2)])
+def test_a_tensor_with_a_negative_side_is_refused(shape: tuple[int, ...]) -> None:
+    card = EXAMPLES["card"].model_dump()
+    card["layout"]["tensors"] = ({"name": "w", "dtype": "bf16", "shape": shape},)
+    with pytest.raises(Refused, match=r"layout\.tensors\.0\.shape\.0"):
+        type(EXAMPLES["card"]).read(card)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_a_stop_token_beyond_any_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(Refused, match="stop_tokens"):
+        type(EXAMPLES["card"]).decode(_reencode("card", {"stop_tokens": (token,)}), limit=1 << 20)

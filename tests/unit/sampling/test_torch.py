@@ -88,6 +88,23 @@ def test_a_token_at_the_edge_of_pruning_can_win():
     assert check(values, [seed], [position]).tokens.tolist() == [5]
 
 
+def test_tokens_just_outside_the_first_look_can_win():
+    """Rows of two tokens in which the lighter one, a little beyond FIRST_LOOK below, wins by a thousandth."""
+    seed, position = 31, 4
+    noise = reference.noise(seed, position, np.arange(49_152))
+    rows = []
+    for heavy in range(300):
+        gaps = noise - noise[heavy]
+        for light in np.flatnonzero((gaps > batched.FIRST_LOOK) & (gaps < batched.FIRST_LOOK + 0.5))[:2]:
+            rows.append((heavy, int(light), float(noise[heavy] - noise[light]) + 1e-3))
+    assert len(rows) > 200
+    values = torch.full((len(rows), 49_152), -math.inf)
+    for row, (heavy, light, logit) in enumerate(rows):
+        values[row, heavy], values[row, light] = 0.0, logit
+    draws = batched.draw(values, seeds=[seed] * len(rows), positions=[position] * len(rows))
+    assert draws.tokens.tolist() == [light for _, light, _ in rows]
+
+
 def test_ties_go_to_the_lowest_token():
     """Noise of 24 bits repeats: two tokens with the same k and the same logit have the same sum."""
     k = reference.uniforms(8, 0, np.arange(49_152))
