@@ -1,11 +1,13 @@
-"""Who may join: the admission modes, decided by pure functions (layer L0)."""
+"""Who may join: the admission modes and the bounds on address blocks, decided without I/O (layer L0)."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, Literal
 
 from rollmesh_peer.mesh.address import block_of, parse_endpoint
+from rollmesh_peer.mesh.rates import TokenBucket
 from rollmesh_protocol import codec, limits
 from rollmesh_protocol.envelope import Envelope
 from rollmesh_protocol.errors import Refused, UsageError
@@ -15,6 +17,8 @@ Mode = Literal["open", "allowlist", "invite"]
 INVITE_BYTES: Final = 1024
 MOST_MAJORS: Final = 16
 """Versions that a refusal names."""
+REGISTRATION_S: Final = 3600.0
+"""Seconds in which an address block may bring as many new identities as it may have nodes."""
 
 
 def open_hello(request: bytes) -> Hello:
@@ -59,6 +63,33 @@ def check_block(address: str, *, others: Iterable[str], most: int) -> None:
         return
     if sum(1 for other in others if _block(other) == block) >= most:
         raise Refused("node.too_many", f"there are {most} nodes from {block} already")
+
+
+class Registrations:
+    """How many identities that were never seen before each address block has brought lately.
+
+    Quarantine would mean little if a new key were free: a block brings at most twice ``per_block`` of them at once, and
+    ``per_block`` more an hour. Loopback is free. At most ``limits.MAX_BLOCKS`` blocks are remembered, the newest.
+    """
+
+    def __init__(self, *, per_block: int) -> None:
+        self._per_block = per_block
+        self._left: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def register(self, address: str, *, now: float) -> None:
+        """Count one more from ``address`` (a transport multiaddr), or refuse it: ``node.too_many``."""
+        block = _block(address)
+        if block is None:
+            return
+        left = self._left.get(block)
+        if left is None:
+            left = TokenBucket(rate=self._per_block / REGISTRATION_S, burst=2 * self._per_block, now=now)
+            self._left[block] = left
+        self._left.move_to_end(block)
+        if len(self._left) > limits.MAX_BLOCKS:
+            self._left.popitem(last=False)
+        if not left.take(now):
+            raise Refused("node.too_many", f"{block} has brought too many new nodes lately; try again in an hour")
 
 
 def _block(address: str) -> str | None:

@@ -30,6 +30,9 @@ class Discipline:
         """``peer`` did something wrong; ``rollouts`` of its samples were refused for it."""
         before = self._nodes.record_of(peer)
         record = before.offend(code, rollouts=rollouts, detail=detail)
+        if record == before:  # nothing to hold against it: a flood of these must cost neither disk nor log
+            _log.debug("%s: %s (%s)", short(peer), code, detail)
+            return
         self._nodes.set_record(peer, record)
         node = self._nodes.get(peer)
         name = node.name if node else short(peer)

@@ -121,7 +121,7 @@ class LeaseDesk:
                 statements += self._book.end_lease(lease, "expired", now=now)
                 node = self._nodes.get(lease.node)
                 if node:
-                    node.failed_to_return()
+                    node.failed_to_return(now=now)
             if statements:
                 who = sorted({short(lease.node) for lease in [*over, *gone]})
                 _log.info(
@@ -143,7 +143,8 @@ class LeaseDesk:
         duration_s = node.lease_duration(
             tokens=tokens, least_s=self._terms.least_duration_s, most_s=self._terms.most_duration_s
         )
-        allowance = min(node.allowance(duration_s=duration_s, samples_per_group=size), self._fair_share(held, now=now))
+        earned = node.allowance(duration_s=duration_s, samples_per_group=size, now=now)
+        allowance = min(earned, self._fair_share(held, now=now))
         if allowance - holding < 1:
             why = f"results of the {holding} samples that it holds; more come as they arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)

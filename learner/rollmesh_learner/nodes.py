@@ -1,11 +1,13 @@
 """The nodes of a run as the learner knows them: who was admitted, how fast each is, and how it stands.
 
 Speed is measured from accepted work alone, so what a node claims buys nothing: the allowance of samples that it may
-hold is twice what it has shown it can deliver within one lease, starting at one group.
+hold is twice what it has shown it can deliver within one lease, starting at one group. Leases that run out shrink it
+back towards that, and whoever lets one run out after the other gets nothing for a while.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -15,8 +17,13 @@ from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import short
 from rollmesh_protocol.messages import Hello, LeaseRequest, Standing
 
-SMOOTHING: Final = 0.3
-"""Weight of the newest measurement of a node's speed."""
+MEMORY_S: Final = 120.0
+"""Seconds of work after which what a node did before counts for a third of what it does now."""
+LEAST_BUSY_S: Final = 1.0
+"""No speed is measured over less: the results of one batch come all at once, and the first may be a lucky one."""
+REST_FIRST_S: Final = 30.0
+REST_MOST_S: Final = 3600.0
+"""Pause before the next lease of a node whose leases ran out twice in a row; doubled each time, up to the second."""
 ALLOWANCE_LEASES: Final = 2.0
 """Samples a node may hold, as a multiple of what it delivers within one lease's duration."""
 DURATION_MARGIN: Final = 4.0
@@ -39,8 +46,15 @@ class Node:
     accepted_tokens: int = 0
     last_result_at: float = 0.0
     last_accepted_at: float | None = None
+    failures: int = 0
+    """Times that leases ran out since a result was accepted."""
+    failed_at: float = 0.0
     recent_margins: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the last audited rollouts: (tokens, margins over 0.5, margins over 1)."""
+    _samples: float = 0.0
+    _tokens: float = 0.0
+    _busy_s: float = 0.0
+    """What was accepted and the seconds that it took, the newest counting most."""
 
     @property
     def name(self) -> str:
@@ -56,22 +70,34 @@ class Node:
 
     def delivered(self, *, samples: int, tokens: int, issued_at: float, now: float) -> None:
         """``samples`` were accepted; the time they took runs from the lease or from the result before it."""
-        busy_s = max(now - max(issued_at, self.last_result_at), 1e-3)
-        weight = SMOOTHING if self.samples_per_s else 1.0
-        self.samples_per_s += weight * (samples / busy_s - self.samples_per_s)
-        self.tokens_per_s += weight * (tokens / busy_s - self.tokens_per_s)
+        took_s = max(0.0, now - max(issued_at, self.last_result_at))
+        kept = math.exp(-took_s / MEMORY_S)
+        self._busy_s = kept * self._busy_s + took_s
+        self._samples = kept * self._samples + samples
+        self._tokens = kept * self._tokens + tokens
+        self._measure()
         self.accepted_tokens += tokens
+        self.failures = 0
         self.last_result_at = now
         self.last_accepted_at = now
         self.last_seen = now
 
-    def failed_to_return(self) -> None:
-        """A lease ran out: the node gets less work."""
-        self.samples_per_s /= 2
-        self.tokens_per_s /= 2
+    def failed_to_return(self, *, now: float) -> None:
+        """Leases ran out: the node gets less work. Those that run out at the same ``now`` count once."""
+        if self.failures and self.failed_at == now:
+            return
+        self.failures += 1
+        self.failed_at = now
+        self._samples /= 2
+        self._tokens /= 2
+        self._measure()
 
-    def allowance(self, *, duration_s: float, samples_per_group: int) -> int:
-        """How many samples it may hold at a time."""
+    def allowance(self, *, duration_s: float, samples_per_group: int, now: float) -> int:
+        """How many samples it may hold at a time; none while it rests."""
+        if self.failures > 1:
+            rest_s = min(REST_MOST_S, REST_FIRST_S * 2.0 ** min(self.failures - 2, 30))
+            if now < self.failed_at + rest_s:
+                return 0
         return max(samples_per_group, int(ALLOWANCE_LEASES * self.samples_per_s * duration_s))
 
     def lease_duration(self, *, tokens: int, least_s: float, most_s: float) -> float:
@@ -79,6 +105,11 @@ class Node:
         if not self.tokens_per_s:
             return most_s
         return min(most_s, max(least_s, DURATION_MARGIN * tokens / self.tokens_per_s))
+
+    def _measure(self) -> None:
+        busy_s = max(self._busy_s, LEAST_BUSY_S)
+        self.samples_per_s = self._samples / busy_s
+        self.tokens_per_s = self._tokens / busy_s
 
 
 class Nodes:
@@ -94,22 +125,24 @@ class Nodes:
         """Every node seen since the start, in order of arrival."""
         return list(self._nodes.values())
 
-    def admit(self, peer: str, hello: Hello, *, now: float) -> Node:
-        """Take ``peer`` in, or refuse it: ``node.quarantined`` or ``run.full``."""
+    def check_place(self, peer: str, *, now: float) -> None:
+        """Refuse a peer for which there is no place: ``node.quarantined`` or ``run.full``."""
         record = self.record_of(peer)
         if record.is_quarantined:
             raise Refused("node.quarantined", f"this node is out of the run: {record.quarantined_for}")
-        node = self._nodes.get(peer)
-        if node is not None:
-            node.hello = hello
-            node.last_seen = now
-            return node
-        if len(self._nodes) >= self._max_nodes:
+        if peer not in self._nodes and len(self._nodes) >= self._max_nodes:
             self._forget_gone(now)
-        if len(self._nodes) >= self._max_nodes:
-            raise Refused("run.full")
-        node = Node(peer, hello, record, last_seen=now)
-        self._nodes[peer] = node
+            if len(self._nodes) >= self._max_nodes:
+                raise Refused("run.full")
+
+    def admit(self, peer: str, hello: Hello, *, now: float) -> Node:
+        """Take ``peer`` in, or refuse it as :meth:`check_place` does."""
+        self.check_place(peer, now=now)
+        node = self._nodes.get(peer)
+        if node is None:
+            node = self._nodes[peer] = Node(peer, hello, self.record_of(peer), last_seen=now)
+        node.hello = hello
+        node.last_seen = now
         return node
 
     def admitted(self, peer: str) -> Node:
@@ -120,6 +153,10 @@ class Nodes:
         if node.record.is_quarantined:
             raise Refused("node.quarantined", f"this node is out of the run: {node.record.quarantined_for}")
         return node
+
+    def is_known(self, peer: str) -> bool:
+        """True for everyone who was ever admitted."""
+        return peer in self._nodes or peer in self._records
 
     def get(self, peer: str) -> Node | None:
         """The node that ``peer`` is, whatever its standing."""

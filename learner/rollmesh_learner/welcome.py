@@ -12,7 +12,7 @@ from typing import Final
 import trio
 
 from rollmesh_learner import rows
-from rollmesh_learner.admission import Mode, check_allowlist, check_block, open_hello, open_invite
+from rollmesh_learner.admission import Mode, Registrations, check_allowlist, check_block, open_hello, open_invite
 from rollmesh_learner.ledger import Ledger
 from rollmesh_learner.nodes import Nodes
 from rollmesh_learner.versions import Versions
@@ -77,6 +77,7 @@ class WelcomeDesk:
         self._edges_towards_head = edges_towards_head
         self._random = random
         self._addresses: dict[str, tuple[str, ...]] = {}
+        self._registrations = Registrations(per_block=terms.per_block)
 
     async def hello(self, peer: str, request: bytes) -> bytes:
         """One :class:`Hello` and its :class:`Welcome`, or the reason why the peer may not join."""
@@ -87,6 +88,7 @@ class WelcomeDesk:
         observed = link.address if link else ""
         await self._check(peer, hello, observed)
         node = self._nodes.admit(peer, hello, now=now)
+        self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
         self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
         if is_new:
             engine = f"{hello.engine.backend} {hello.engine.dtype} on {hello.engine.device}" if hello.engine else "none"
@@ -116,7 +118,7 @@ class WelcomeDesk:
         return EdgesAnswer(head=self._versions.head, edges=self._edges_towards_head(asked.root)).encode()
 
     async def watch(self) -> None:
-        """Let go of peers that connected and never said hello: they would hold places that nodes need. Never returns."""
+        """Let go of peers that connected and never said hello: they hold places that nodes need. Never returns."""
         since: dict[str, float] = {}
         while True:
             await trio.sleep(_WATCH_S)
@@ -129,6 +131,7 @@ class WelcomeDesk:
                     await self._mesh.disconnect(peer)
 
     async def _check(self, peer: str, hello: Hello, observed: str) -> None:
+        self._nodes.check_place(peer, now=trio.current_time())
         if self._nodes.get(peer) is not None:
             return
         others = [link.address for name, link in self._mesh.links().items() if self._nodes.is_admitted(name)]
@@ -137,13 +140,15 @@ class WelcomeDesk:
             check_allowlist(peer, allowed=self._terms.allow)
         elif self._terms.mode == "invite":
             await self._take_invite(peer, hello)
+        if not self._nodes.is_known(peer):
+            self._registrations.register(observed, now=trio.current_time())
 
     async def _take_invite(self, peer: str, hello: Hello) -> None:
         token = open_invite(hello, run=self._run, learner=self._identity.peer)
-        found = await self._ledger.fetch("SELECT used_by FROM invites WHERE token = ?", token)
-        if found and found[0][0] != peer:
+        await self._ledger.commit(rows.use_invite(token, peer=peer, wall_time=time.time()))  # the first one has it
+        ((owner,),) = await self._ledger.fetch("SELECT used_by FROM invites WHERE token = ?", token)
+        if owner != peer:
             raise Refused("node.invite", "the invitation was used by another node already")
-        await self._ledger.commit(rows.use_invite(token, peer=peer, wall_time=time.time()))
 
 
 def _dialable(declared: tuple[str, ...], *, peer: str, observed: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from rollmesh_node.spool import Spool
 from rollmesh_peer.children.launch import ChildSpec
 from rollmesh_peer.children.process import Child
 from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_peer.faults import fault_point
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.weights.keeper import Keeper
 from rollmesh_protocol import limits
@@ -248,6 +249,7 @@ class Generator:
                 raise Refused("request.too_large", f"a result of {len(body)} bytes")
             sealed = seal(body, run=self._card.run, kind="result", identity=self._identity).encode()
             await trio.to_thread.run_sync(self._spool.put, lease.lease_id, sealed)
+            fault_point("node.result_durable")
         except (Refused, HostError) as error:
             event(_log, "a result is not fit to be sent", level=logging.ERROR, code=error.code, why=error.detail)
             self._feed(LeaseSpoiled(lease_id=lease.lease_id))

@@ -17,6 +17,7 @@ import trio
 from rollmesh_node.joining import Membership
 from rollmesh_node.spool import Spool
 from rollmesh_node.uplink import Uplink
+from rollmesh_peer.faults import fault_point
 from rollmesh_peer.logging_setup import event
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope
@@ -131,6 +132,7 @@ class Submitter:
             self._count_refusal(refusal.code, refusal.detail, rollouts=_num_rollouts(sealed))
         else:
             self._count(receipt, rollouts=_num_rollouts(sealed))
+        fault_point("node.receipt_came")
         await trio.to_thread.run_sync(self.spool.drop, lease_id)
         self._unsent -= 1
         if not self._unsent:

@@ -83,6 +83,9 @@ class Code:
         self.advice: Final = advice
 
 
+_REPORT: Final = "update rollmesh; if it goes on, report it with the engine that `rollmesh status` shows"
+"""For what an honest node never sends."""
+
 CODES: Final[dict[str, Code]] = {
     # requests in general
     "request.invalid": Code("the message does not have the form that this protocol asks for", "update rollmesh"),
@@ -114,29 +117,22 @@ CODES: Final[dict[str, Code]] = {
     "lease.expired": Code(
         "the lease ran out and its samples were given to others", "lower the number of groups at once"
     ),
-    "lease.reused": Code("another result for the same lease was sent before", "run rollmesh node selfcheck"),
+    "lease.reused": Code("another result for the same lease was sent before", _REPORT),
     "lease.other_node": Code("the lease belongs to another node", "nothing; the node asks for a new one"),
     # results
     "result.schema": Code("the result is not well formed", "update rollmesh"),
     "result.signature": Code("the result is not signed by the node that sent it", "update rollmesh"),
-    "result.prompt": Code(
-        "the result answers another prompt than the one that was leased", "run rollmesh node selfcheck"
-    ),
-    "result.samples": Code(
-        "the result does not hold exactly the samples that were leased", "run rollmesh node selfcheck"
-    ),
-    "result.length": Code("a completion is empty or longer than the lease allows", "run rollmesh node selfcheck"),
-    "result.finish": Code("the finish reason does not fit the tokens", "run rollmesh node selfcheck"),
-    "result.tokens": Code("a token id is outside the vocabulary", "run rollmesh node selfcheck"),
-    "result.logprob": Code("a log-probability is not finite or is above zero", "run rollmesh node selfcheck"),
-    "result.sampling": Code(
-        "the tokens are not the ones that these weights and this seed give", "run rollmesh node selfcheck"
-    ),
+    "result.prompt": Code("the result answers another prompt than the one that was leased", _REPORT),
+    "result.samples": Code("the result does not hold exactly the samples that were leased", _REPORT),
+    "result.length": Code("a completion is empty or longer than the lease allows", _REPORT),
+    "result.finish": Code("the finish reason does not fit the tokens", _REPORT),
+    "result.tokens": Code("a token id is outside the vocabulary", _REPORT),
+    "result.logprob": Code("a log-probability is not finite or is above zero", _REPORT),
+    "result.sampling": Code("the tokens are not the ones that these weights and this seed give", _REPORT),
     "result.drift": Code(
-        "over many tokens the sampling is further from these weights than honest engines are",
-        "run rollmesh node selfcheck",
+        "over many tokens the sampling is further from these weights than honest engines are", _REPORT
     ),
-    "result.root": Code("the result was made with other weights than the lease names", "run rollmesh node selfcheck"),
+    "result.root": Code("the result was made with other weights than the lease names", _REPORT),
     "result.stale": Code("the result came too late for its weights", "lower the number of groups at once"),
     # weights
     "manifest.invalid": Code("the manifest is not well formed", "update rollmesh"),

@@ -144,7 +144,7 @@ def is_running(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def start_node(home: Path, join: str, *, script: dict | None = None, settings: tuple[str, ...] = (), words=()):
+def start_node(home: Path, join: str, *, script: dict | None = None, settings: tuple[str, ...] = (), fault: str = ""):
     """A node that is killed at the end of the block if it still lives."""
     home.mkdir(parents=True, exist_ok=True)
     log_path = home / f"log-{len(list(home.glob('log-*')))}"
@@ -154,14 +154,14 @@ def start_node(home: Path, join: str, *, script: dict | None = None, settings: t
         'weights.ram_folder=""',
         *settings,
     )
-    command = [sys.executable, "-m", "rollmesh_peer.command", "node", "run", "--join", join, *words]
+    command = [sys.executable, "-m", "rollmesh_peer.command", "node", "run", "--join", join]
     for setting in given:
         command += ["--set", setting]
     environ = {
         **os.environ,
         "ROLLMESH_HOME": str(home),
         "ROLLMESH_SCRIPTED_ENGINE": json.dumps(script or {}),
-        "PYTHONUNBUFFERED": "1",
+        "ROLLMESH_FAULT": fault,
     }
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, start_new_session=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -106,6 +107,24 @@ async def test_status_on_this_machine_and_from_outside(tmp_path: Path) -> None:
     assert nobody.returncode == 1 and "no rollmesh node or learner" in nobody.stderr
     gone = await _status(home, "--join", NOBODY)
     assert gone.returncode == 1 and "does not answer" in gone.stderr and "Traceback" not in gone.stderr
+
+
+async def test_watching_goes_on_until_ctrl_c(tmp_path: Path) -> None:
+    with start_node(tmp_path / "home", NOBODY) as node:
+        await node.status()
+        environ = {**os.environ, "ROLLMESH_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "rollmesh_peer.command", "status", "--watch", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as watching:  # noqa: ASYNC220
+            assert watching.stdout is not None
+            for _ in range(2):
+                line = await trio.to_thread.run_sync(watching.stdout.readline)
+                assert "does not answer" in json.loads(line)["node"]["waiting_for"] or b"connecting" in line
+            node.process.kill()
+            with trio.fail_after(30):
+                while b'"error"' not in await trio.to_thread.run_sync(watching.stdout.readline):
+                    pass  # it goes on asking, and says that nobody answers
+            watching.send_signal(signal.SIGINT)
+            assert await trio.to_thread.run_sync(watching.wait) == 0
 
 
 async def _status(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import trio
 
 from tests.integration.nodes import is_running, open_learner, start_node, wait_for
@@ -69,6 +70,24 @@ async def test_ctrl_c_while_nobody_answers(tmp_path: Path) -> None:
         assert "does not answer" in node.log
         node.signal(signal.SIGINT)
         assert await node.wait(10) == 0
+
+
+@pytest.mark.parametrize("point", ["node.result_durable", "node.receipt_came"])
+async def test_dying_around_a_receipt_loses_nothing_and_counts_nothing_twice(tmp_path: Path, point: str) -> None:
+    async with open_learner(tmp_path / "learner") as learner:
+        learner.script.most_open = 1
+        home = tmp_path / "home"
+        with start_node(home, learner.mesh.addresses[0], fault=f"{point}:1:kill") as node:
+            assert await node.wait() == -signal.SIGKILL
+        (kept,) = home.glob("node/runs/*/results/*.result")
+        lease_id, raw = bytes.fromhex(kept.stem), kept.read_bytes()
+        assert learner.heard.submitted == ([(lease_id, raw)] if point == "node.receipt_came" else [])
+        with start_node(home, learner.mesh.addresses[0]) as node:
+            await wait_for(learner, lambda seen: len(seen.heard.accepted) >= 3)
+            again = [sent for sent in learner.heard.submitted if sent[0] == lease_id]
+            assert again and all(sent == (lease_id, raw) for sent in again)
+            assert learner.heard.accepted.count(lease_id) == 1
+            await node.until(lambda status: status.accepted >= 4 and status.rejected == 0)
 
 
 async def test_a_result_survives_kill_9_and_gets_its_receipt_once(tmp_path: Path) -> None:

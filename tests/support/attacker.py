@@ -218,6 +218,7 @@ class Studio:
     images: dict[bytes, Path] = field(default_factory=dict)
     """A copy of each image that was at the head, by root; in order of their versions."""
     _backend: object = None
+    _one_at_a_time: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
     async def watch(self) -> None:
         """Copy every version that becomes the head, until cancelled."""
@@ -258,7 +259,8 @@ class Studio:
     ) -> Result:
         """The lease's work, honest but for what is changed."""
         rollouts = await trio.to_thread.run_sync(
-            partial(self._generate, lease, root=root or lease.root, prompt=prompt, seed_shift=seed_shift)
+            partial(self._generate, lease, root=root or lease.root, prompt=prompt, seed_shift=seed_shift),
+            limiter=self._one_at_a_time,
         )
         stop = set(self.card.stop_tokens)
         samples = []

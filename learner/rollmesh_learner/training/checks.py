@@ -17,6 +17,9 @@ Verdict = Literal["ok", "audit"]
 
 LARGEST_EXPONENT: Final = 80.0
 """Log-ratios are cut here before exp, so that absurd claims give large numbers and not infinities."""
+MEDIAN_TOKENS: Final = 8
+"""Completion length from which on the median counts. Honest rollouts two steps old (SmolLM2, lr 1e-5) exceeded 0.10 in
+27 % of cases at 2 to 5 tokens and in 0.3 % at 10 to 12; shorter ones are left to the other two figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +27,9 @@ class LogprobLimits:
     """From where on a rollout is sent to the auditor."""
 
     median: float = 0.10
-    """Median of exp|d| - 1 over its tokens. Honest bf16 noise has 0.03 (trust.md)."""
+    """Median of exp|d| - 1 over its tokens, from MEDIAN_TOKENS on. Honest bf16 noise has 0.03 (trust.md)."""
     kl: float = 0.10
-    """Mean k3 over its tokens, nats. Honest noise has about 0.001, a few steps of age some hundredths."""
+    """Mean k3 over its tokens, nats. Honest noise has 0.002, two steps at lr 1e-5 up to 0.18 in one of 1,600."""
     least_ratio: float = 1e-4
     """Smallest exp(-|d|) of a token: one impossible token is enough."""
 
@@ -66,7 +69,8 @@ def mismatch(
     median = float(np.median(np.expm1(size)))
     kl = float(np.mean(k3(difference)))
     least_ratio = float(np.exp(-size.max()))
-    suspicious = median > bounds.median or kl > bounds.kl or least_ratio < bounds.least_ratio
+    shifted = median > bounds.median and claimed.size >= MEDIAN_TOKENS
+    suspicious = shifted or kl > bounds.kl or least_ratio < bounds.least_ratio
     return Mismatch(
         tokens=claimed.size,
         median=median,

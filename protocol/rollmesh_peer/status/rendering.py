@@ -171,12 +171,17 @@ def _node(node: NodeStatus) -> list[RenderableType]:
         ("rollouts", _outcome(node.accepted, node.rejected)),
         ("last accepted", Text(ago(node.last_accepted_s))),
         ("standing", Text(ABSENT) if node.standing is None else _standing(node.standing, reason=True)),
-        ("fetched", Text(f"{size(fetched)}, {share(node.bytes_from_peers, fetched)} of it from peers")),
+        ("fetched", Text(_fetched(node) if fetched else "nothing yet")),
         ("served", Text(f"{size(node.bytes_served)} to {count(node.neighbours)} neighbours")),
     ]
     if node.last_refusal:
         facts.append(("last refusal", Text(clean(node.last_refusal, limit=400), style="yellow")))
     return [headline, Text(), _facts(facts)]
+
+
+def _fetched(node: NodeStatus) -> str:
+    fetched = node.bytes_from_learner + node.bytes_from_peers
+    return f"{size(fetched)}, {share(node.bytes_from_peers, fetched)} of it from peers"
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

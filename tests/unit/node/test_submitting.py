@@ -111,7 +111,7 @@ async def test_a_refused_result_is_told_with_advice_and_not_sent_again(tmp_path:
         await desk.empty()
         tally = desk.submitter.tally
         assert (tally.accepted, tally.rejected) == (0, 4)
-        assert tally.last_refusal.startswith("result.root: ") and "selfcheck" in tally.last_refusal
+        assert tally.last_refusal.startswith("result.root: ") and "update rollmesh" in tally.last_refusal
         assert len(desk.world.learner.heard.submitted) == 1 and desk.spool.pending() == ()
 
 

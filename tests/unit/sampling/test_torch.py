@@ -95,8 +95,8 @@ def test_tokens_just_outside_the_first_look_can_win():
     rows = []
     for heavy in range(300):
         gaps = noise - noise[heavy]
-        for light in np.flatnonzero((gaps > batched.FIRST_LOOK) & (gaps < batched.FIRST_LOOK + 0.5))[:2]:
-            rows.append((heavy, int(light), float(noise[heavy] - noise[light]) + 1e-3))
+        just_outside = np.flatnonzero((gaps > batched.FIRST_LOOK) & (gaps < batched.FIRST_LOOK + 0.5))[:2]
+        rows.extend((heavy, int(light), float(noise[heavy] - noise[light]) + 1e-3) for light in just_outside)
     assert len(rows) > 200
     values = torch.full((len(rows), 49_152), -math.inf)
     for row, (heavy, light, logit) in enumerate(rows):

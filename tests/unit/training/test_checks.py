@@ -50,6 +50,15 @@ def test_impossible_for_us_is_audited() -> None:
     assert found.verdict == "audit"
 
 
+def test_a_short_answer_is_judged_by_its_divergence_alone() -> None:
+    """The median of three tokens is noise; a lie that matters still shows."""
+    own = OWN[:3]
+    assert mismatch(own + 0.15, own=own).verdict == "ok"
+    assert mismatch(OWN[:8] + 0.15, own=OWN[:8]).verdict == "audit"
+    assert mismatch(own - 0.5, own=own).verdict == "audit"
+    assert mismatch(np.zeros(3, np.float32), own=own).verdict == "audit"
+
+
 def test_limits_are_the_operators() -> None:
     claimed = OWN + 0.3
     assert mismatch(claimed, own=OWN, limits=LogprobLimits(median=0.5, kl=1.0)).verdict == "ok"

@@ -1,0 +1,85 @@
+"""kill -9 of the learner between any two durable points: it is started again, and nobody else does anything.
+
+One run, one learner that dies at one point after another, and two nodes that live through all of it. After every death
+the ledger is compared with everything it ever held.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rollmesh_peer import faults
+from tests.support.chronicle import Chronicle, fetched, held
+from tests.support.system import System, open_system
+
+DEATHS = (
+    # (point, how often it is passed before the learner dies there): the second pass lies in the middle of the run
+    ("step.assigned", 2),
+    ("lease.committed", 3),
+    ("step.trained", 2),
+    ("receipt.committed", 3),
+    ("step.checkpointed", 1),
+    ("step.final", 1),
+    ("version.reserved", 3),
+    ("publish.encoded", 1),  # while the start publishes what it has gone back to, before a node is let in
+    ("publish.payload_durable", 2),
+    ("publish.manifest_durable", 3),
+    ("version.durable", 2),
+    ("audit.recomputed", 3),
+)
+DAEMON_POINTS = {
+    point for point in faults.POINTS if point.startswith(("step.", "lease.", "receipt.", "version.", "audit."))
+} | {"publish.encoded", "publish.payload_durable", "publish.manifest_durable"}
+STEPS = 30
+PATIENCE_S = 150.0
+"""Of one life; a quiet machine needs five seconds."""
+SETTINGS = ("leases.min_duration_s=2", "leases.max_duration_s=5", "training.lr=3e-3")
+
+
+def test_every_point_of_the_daemon_is_died_at() -> None:
+    assert {point for point, _ in DEATHS} == DAEMON_POINTS
+
+
+async def test_a_learner_that_dies_anywhere_loses_nothing(tmp_path: Path) -> None:
+    first, *rest = DEATHS
+    with open_system(tmp_path, *SETTINGS, steps=STEPS, faults=_fault(first)) as system:
+        chronicle = Chronicle(system)
+        nodes = [await system.add_node(name) for name in ("north", "south")]
+        for point, following in zip(DEATHS, [*rest, None], strict=True):
+            assert await system.learner.wait(PATIENCE_S) == -signal.SIGKILL
+            assert f"the fault point {point[0]} fires" in system.learner.log.splitlines()[-1]
+            chronicle.look()
+            await _no_node_knows_more(system, chronicle)
+            system.learner.start(faults=_fault(following) if following else "")
+        assert await system.learner.wait(PATIENCE_S) == 0
+        chronicle.conclude(steps=STEPS)
+        for node in nodes:
+            assert await node.wait(30) == 0
+            _followed_by_patches(chronicle, node.log)
+        assert "Traceback" not in system.learner.log + system.node_logs()
+        assert chronicle.orphaned, "no version was lost, so nothing was shown"
+
+
+def _fault(death: tuple[str, int]) -> str:
+    return f"{death[0]}:{death[1]}"
+
+
+async def _no_node_knows_more(system: System, chronicle: Chronicle) -> None:
+    """Every receipt that a node has got is in the ledger of the dead learner."""
+    for name, node in system.nodes.items():
+        status = await system.until_node(name, lambda _: True)
+        assert node.is_alive
+        assert status.accepted <= chronicle.accepted_of(status.peer), f"{name} has receipts that the ledger lost"
+
+
+def _followed_by_patches(chronicle: Chronicle, log: str) -> None:
+    """One whole image at the start, then patches, also away from versions that were lost."""
+    image_bytes = chronicle.system.summary()["full_bytes"]
+    (first, *later) = fetched(log)
+    assert first[1] >= image_bytes
+    assert all(size < image_bytes for _, size in later)
+    versions = held(log)
+    assert versions == sorted(versions), "a node went back"
+    moved_on = [after for before, after in zip(versions, versions[1:], strict=False) if before in chronicle.orphaned]
+    assert moved_on, "this node never held a version that was lost"
