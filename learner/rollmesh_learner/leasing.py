@@ -146,7 +146,7 @@ class LeaseDesk:
         earned = node.allowance(duration_s=duration_s, samples_per_group=size, now=now)
         allowance = min(earned, self._fair_share(held, now=now))
         if allowance - holding < 1:
-            why = f"results of the {holding} samples that it holds; more come as they arrive"
+            why = f"its results for {holding} samples; more work comes as they arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
         offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=groups, now=now)
         if not offers:

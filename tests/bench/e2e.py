@@ -5,8 +5,8 @@
 3. Rollmesh: a learner and two nodes over loopback, with signatures, audits and patches (the demo, with fewer steps).
 
 They run one after the other, so that each has the machine to itself. SmolLM2-135M-Instruct in bf16, 8 prompts x 8
-samples of at most 12 tokens, lr 1e-5. The last line is one JSON object: the figures, ``ok``, and ``misses``, the names of
-the targets that were not reached. Exit status 0 unless something could not run.
+samples of at most 12 tokens, lr 1e-5. The last line is one JSON object: the figures, ``ok``, and ``misses``, the names
+of the targets that were not reached. Exit status 0 unless something could not run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     model = _base_model(out)
     arguments = ["--model", str(model), "--steps", str(chosen.steps)]
-    plain = _last_json("plain loop", [sys.executable, str(ROOT / "tests/bench/plain_loop.py"), *arguments], out / "plain.log")
+    loop = [sys.executable, str(ROOT / "tests/bench/plain_loop.py"), *arguments]
+    plain = _last_json("plain loop", loop, out / "plain.log")
     mesh = _rollmesh(out, steps=chosen.steps)
     trl = None
     if not chosen.without_trl:
@@ -81,7 +82,15 @@ def _compare(plain: dict, mesh: dict, trl: dict | None) -> dict:
 def _rollmesh(out: Path, *, steps: int) -> dict:
     """Seconds from one step's end to the next, and what they are made of, from the run's own metrics."""
     folder = out / "rollmesh"
-    command = [sys.executable, "-m", "rollmesh_learner.demo", "--out", str(folder), "--learner-set", f"run.steps={steps}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rollmesh_learner.demo",
+        "--out",
+        str(folder),
+        "--learner-set",
+        f"run.steps={steps}",
+    ]
     print(f"Rollmesh: {steps} steps", file=sys.stderr, flush=True)
     with (out / "rollmesh.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, timeout=EACH_S, check=False, cwd=ROOT)
@@ -141,7 +150,7 @@ def _trl_python(environment: Path, log_path: Path) -> str:
 def _last_json(name: str, command: list[str], log_path: Path) -> dict:
     print(f"{name}: {' '.join(command[1:])}", file=sys.stderr, flush=True)
     started = time.perf_counter()
-    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with log_path.open("w") as log:
         done = subprocess.run(command, stdout=log, stderr=log, timeout=EACH_S, check=False, cwd=ROOT, env=environ)
     lines = log_path.read_text().splitlines()

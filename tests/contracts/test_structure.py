@@ -31,6 +31,7 @@ ALLOWED = {
     "safetensors": TORCH,
     "tokenizers": ("rollmesh_learner.model_text", "rollmesh_learner.prompter"),
     "reasoning_gym": TASKS,
+    "matplotlib": ("rollmesh_learner.training.plot",),
 }
 
 

@@ -30,6 +30,7 @@ from rollmesh_protocol.status import StatusRequest
 from tests.support.attacker import (
     PLAIN_TOKEN,
     Attacker,
+    Studio,
     Weight,
     open_attacker,
     open_studio,
@@ -47,8 +48,15 @@ ALL_STREAMS = (
     streams.HELLO, streams.LEASE, streams.SUBMIT, streams.RETURN, streams.MANIFEST, streams.EDGES, streams.PEERS,
     streams.HAVE, streams.CHUNK, streams.STATUS,
 )  # fmt: skip
+HEARTBEAT = LeaseRequest(groups=0, version_held=0, root_held=None, tokens_per_s=0, waiting_for="").encode()
 FORM = {"request.invalid", "request.too_large", "result.schema"}
 """Codes for what does not even look like a message."""
+
+
+SETTINGS = (
+    "leases.max_duration_s=8",
+    "training.lr=2e-4",  # slow enough that completions still differ by their seeds in the first tests
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,7 @@ def run(tmp_path_factory):
         await system.add_node("honest")
         await system.until_run(lambda run: run.step >= 2, timeout_s=100)
 
-    with open_system(tmp_path_factory.mktemp("hostile"), "leases.max_duration_s=8", steps=1_000_000) as system:
+    with open_system(tmp_path_factory.mktemp("hostile"), *SETTINGS, steps=1_000_000) as system:
         trio.run(begin, system)
         yield system
 
@@ -101,6 +109,79 @@ async def quarantine(system: System, attacker: Attacker):
 async def refused_to(attacker: Attacker, sealed: bytes) -> str:
     """The code for a result that is not even looked at."""
     return await attacker.refusal(streams.SUBMIT, sealed)
+
+
+# --- work that was not done as ordered -------------------------------------------------------------------------------
+# First, while the model is still young: in the end it writes the same letters whatever the seed, and then nobody can
+# tell one seed from another, or has any reason to.
+async def outcome(system: System, studio: Studio, **changes: object) -> str:
+    """What becomes of a fresh node that draws with the real engine and the right weights, but for one thing."""
+    async with open_attacker(await system.join_line()) as one:
+        while True:
+            lease = await one.take_lease(root=lambda: studio.newest)
+            receipt = await one.submit(await studio.draw(lease, **changes))
+            if receipt.code is None:
+                break
+            assert receipt.code in ("lease.expired", "result.stale"), receipt
+        standing = await standing_of(system, one, lambda s: s.state == "quarantined" or s.audited >= 4)
+        if standing.state != "quarantined":
+            return "passed"
+        assert await one.refusal(streams.LEASE, HEARTBEAT) == "node.quarantined"
+        return standing.reason.partition(":")[0]
+
+
+async def test_work_that_was_not_sampled_as_ordered_ends_in_quarantine(system: System, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+
+    def edited(tokens: np.ndarray) -> np.ndarray:
+        places = rng.choice(len(tokens) - 1, size=min(3, len(tokens) - 1), replace=False)
+        tokens[places] = rng.integers(0, 256, size=len(places))
+        return tokens
+
+    def stopped(tokens: np.ndarray) -> np.ndarray:
+        return np.append(tokens[:4], np.uint32(END)).astype(np.uint32)
+
+    cheats = {
+        "nothing": {},
+        "another seed": {"seed_shift": 1},
+        "another prompt": {"prompt": np.frombuffer(b"Once upon a time there was", np.uint8).astype(np.uint32)},
+        "a trimmed prompt": {"prompt": np.array([PLAIN_TOKEN], np.uint32)},
+        "edited tokens": {"edit": edited},
+        "an early end": {"edit": stopped},
+    }
+    found: dict[str, str] = {}
+
+    async def cheat(what: str) -> None:
+        found[what] = await outcome(system, studio, **cheats[what])
+
+    join = await system.join_line()
+    async with open_attacker(join, gossip=True) as scout, open_studio(scout, tmp_path / "studio") as studio:
+        async with trio.open_nursery() as nursery:
+            for what in cheats:
+                nursery.start_soon(cheat, what)
+    assert found == {**dict.fromkeys(cheats, "result.sampling"), "nothing": "passed"}
+
+
+async def test_what_was_trained_on_stays_and_what_waits_goes(system: System, tmp_path: Path) -> None:
+    """A node that worked well and then cheats: its consumed rollouts count, everything else of it is void."""
+    join = await system.join_line()
+    trained = "SELECT 1 FROM rollouts WHERE node = ? AND state IN ('assigned', 'consumed')"
+    async with (
+        open_attacker(join, gossip=True) as scout,
+        open_studio(scout, tmp_path / "studio") as studio,
+        open_attacker(join) as one,
+    ):
+        with trio.fail_after(60):
+            while not system.rows(trained, one.peer):
+                lease = await one.take_lease(root=lambda: studio.newest)
+                await one.submit(await studio.draw(lease))
+        lease = await one.take_lease(root=lambda: studio.newest)
+        accepted = await one.submit(await studio.draw(lease))
+        assert await refused_to(one, one.seal(result_of(lease).encode())) == "lease.reused"
+        await quarantine(system, one)
+        states = dict(system.rows("SELECT state, count(*) FROM rollouts WHERE node = ? GROUP BY state", one.peer))
+        assert accepted.accepted and states.keys() <= {"assigned", "consumed", "void", "stale"}
+        assert states.get("assigned", 0) + states.get("consumed", 0) > 0
 
 
 # --- results that the cheap checks refuse ----------------------------------------------------------------------------
@@ -269,86 +350,6 @@ async def test_out_of_the_run_means_out_of_everything(system: System, attacker: 
     attacker.held.clear()
 
 
-# --- work that was not done as ordered -------------------------------------------------------------------------------
-async def test_work_that_was_not_sampled_as_ordered_ends_in_quarantine(system: System, tmp_path: Path) -> None:
-    """Every cheat draws with the real engine and the right weights, and changes one thing. One changes nothing."""
-    from rollmesh_peer.models.base import write_base_image
-
-    join = await system.join_line()
-    rng = np.random.default_rng(1)
-
-    def edited(tokens: np.ndarray) -> np.ndarray:
-        places = rng.choice(len(tokens) - 1, size=min(3, len(tokens) - 1), replace=False)
-        tokens[places] = rng.integers(0, 256, size=len(places))
-        return tokens
-
-    def stopped(tokens: np.ndarray) -> np.ndarray:
-        return np.append(tokens[:4], np.uint32(END)).astype(np.uint32)
-
-    async with open_attacker(join, gossip=True) as scout, open_studio(scout, tmp_path / "studio") as studio:
-        base = tmp_path / "base.image"
-        await trio.to_thread.run_sync(lambda: write_base_image(system.folder / "model", image=base))
-        base_root = scout.card.model.base_root
-        studio.images = {base_root: base, **studio.images}
-        await system.until_run(lambda run: run.head.version >= 20, timeout_s=100)
-        cheats = {
-            "nothing": {},
-            "another seed": {"seed_shift": 1},
-            "another prompt": {"prompt": np.frombuffer(b"Once upon a time there was", np.uint8).astype(np.uint32)},
-            "the end of the prompt only": {"prompt": np.array([PLAIN_TOKEN], np.uint32)},
-            "edited tokens": {"edit": edited},
-            "an early end": {"edit": stopped},
-            "the base model under the head's name": {"root": base_root},
-        }
-        async with trio.open_nursery() as nursery:
-
-            async def cheat(what: str, changes: dict[str, object], found: dict[str, str]) -> None:
-                async with open_attacker(join) as one:
-                    while True:
-                        lease = await one.take_lease(root=lambda: studio.newest)
-                        receipt = await one.submit(await studio.draw(lease, **changes))
-                        if receipt.code is None:
-                            break
-                        assert receipt.code in ("lease.expired", "result.stale"), (what, receipt)
-                    standing = await standing_of(
-                        system, one, lambda standing: standing.state == "quarantined" or standing.audited >= 4
-                    )
-                    found[what] = standing.reason.partition(":")[0] if standing.state == "quarantined" else "passed"
-                    if standing.state == "quarantined":
-                        assert await one.refusal(streams.LEASE, LeaseRequest(
-                            groups=0, version_held=0, root_held=None, tokens_per_s=0, waiting_for=""
-                        ).encode()) == "node.quarantined"  # fmt: skip
-
-            found: dict[str, str] = {}
-            for what, changes in cheats.items():
-                nursery.start_soon(cheat, what, changes, found)
-    expected = dict.fromkeys(cheats, "result.sampling")
-    assert found == {**expected, "nothing": "passed"}
-
-
-async def test_what_was_trained_on_stays_and_what_waits_goes(system: System, tmp_path: Path) -> None:
-    """A node that worked well and then cheats: its consumed rollouts count, everything else of it is void."""
-    join = await system.join_line()
-    async with (
-        open_attacker(join, gossip=True) as scout,
-        open_studio(scout, tmp_path / "studio") as studio,
-        open_attacker(join) as one,
-    ):
-        with trio.fail_after(60):
-            while not system.rows(
-                "SELECT 1 FROM rollouts WHERE node = ? AND state IN ('assigned', 'consumed')", one.peer
-            ):
-                lease = await one.take_lease(root=lambda: studio.newest)
-                await one.submit(await studio.draw(lease))
-        lease = await one.take_lease(root=lambda: studio.newest)
-        accepted = await one.submit(await studio.draw(lease))
-        assert await refused_to(one, one.seal(result_of(lease).encode())) == "lease.reused"
-        await quarantine(system, one)
-        states = dict(system.rows("SELECT state, count(*) FROM rollouts WHERE node = ? GROUP BY state", one.peer))
-        assert accepted.accepted and states.keys() <= {"assigned", "consumed", "void", "stale"}
-        assert states.get("assigned", 0) + states.get("consumed", 0) > 0
-
-
 # --- bytes that are no messages --------------------------------------------------------------------------------------
 BOMB = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
 """A quarter of a gigabyte of zeros in some kilobytes."""
@@ -455,12 +456,11 @@ async def test_a_peer_that_ignores_flow_control_is_cut_off(system: System) -> No
 async def test_a_flood_is_turned_away_and_others_are_answered(system: System, attacker: Attacker) -> None:
     codes: Counter[str] = Counter()
     waits: list[float] = []
-    heartbeat = LeaseRequest(groups=0, version_held=0, root_held=None, tokens_per_s=0, waiting_for="").encode()
 
     async def flood() -> None:
         while True:
             try:
-                await attacker.ask(streams.LEASE, heartbeat)
+                await attacker.ask(streams.LEASE, HEARTBEAT)
                 codes["answered"] += 1
             except Refused as refused:
                 codes[refused.code] += 1
@@ -485,8 +485,7 @@ async def test_a_flood_is_turned_away_and_others_are_answered(system: System, at
 
 async def test_streams_that_say_nothing_are_few(system: System, attacker: Attacker) -> None:
     silent = [await attacker.mesh.open_stream(attacker.learner, streams.LEASE) for _ in range(40)]
-    heartbeat = LeaseRequest(groups=0, version_held=0, root_held=None, tokens_per_s=0, waiting_for="").encode()
-    assert await attacker.refusal(streams.LEASE, heartbeat) == "request.busy"
+    assert await attacker.refusal(streams.LEASE, HEARTBEAT) == "request.busy"
     async with open_attacker(await system.join_line()) as other:
         await other.request_work(0)
     for stream in silent:
@@ -507,21 +506,21 @@ async def test_hoarding_stops_at_the_allowance(system: System, attacker: Attacke
 
 
 async def test_taking_and_returning_without_end_starves_nobody(system: System, attacker: Attacker) -> None:
-    before = (await honest(system)).standing.accepted
-    taken = 0
-    for code in ("node.stopping", "node.weights"):
+    done: dict[str, int] = {}
+    taken: Counter[str] = Counter()
+    for code in ("", "node.stopping", "node.weights"):
+        before = (await honest(system)).standing.accepted
         with trio.move_on_after(4):
-            while True:
+            while code:
                 answer = await attacker.request_work(16)
                 if answer.leases:
-                    taken += len(answer.leases)
+                    taken[code] += len(answer.leases)
                     await attacker.give_back(list(attacker.held.values()), code=code)
-                await trio.sleep(0.02)
-        now = (await honest(system)).standing.accepted
-        print(code, now - before, taken)
-        assert now - before >= 8, f"{code}: {now - before} accepted while {taken} leases went to and fro"
-        before = now
-    assert taken > 0
+                await trio.sleep(0.01)
+            await trio.sleep_forever()
+        done[code] = (await honest(system)).standing.accepted - before
+    assert min(done.values()) >= done[""] / 4, f"{done} accepted while so many leases went to and fro: {taken}"
+    assert min(taken.values()) > 0
 
 
 # --- introductions ---------------------------------------------------------------------------------------------------
@@ -556,3 +555,20 @@ async def test_names_do_not_reach_the_operators_terminal_as_they_are(system: Sys
         await stranger.refusal(streams.SUBMIT, msgpack.packb({field: 1}))
     assert "\x1b" not in system.learner.log
     assert not [line for line in system.learner.log.splitlines() if line.startswith(("INFO all", "WARNING forged"))]
+
+
+# --- in the end ------------------------------------------------------------------------------------------------------
+async def test_the_base_model_under_the_heads_name_ends_in_quarantine(system: System, tmp_path: Path) -> None:
+    """Last, because the weights must have moved by more than engines differ; before that it does no harm."""
+    from rollmesh_peer.models.base import write_base_image
+
+    base = tmp_path / "base.image"
+    await trio.to_thread.run_sync(lambda: write_base_image(system.folder / "model", image=base))
+    await system.until_run(lambda run: run.step >= 80, timeout_s=100)
+    join = await system.join_line()
+    async with open_attacker(join, gossip=True) as scout, open_studio(scout, tmp_path / "studio") as studio:
+        assert scout.card is not None
+        root = scout.card.model.base_root
+        studio.images = {root: base, **studio.images}
+        assert await outcome(system, studio, root=root) == "result.sampling"
+        assert await outcome(system, studio) == "passed"

@@ -7,6 +7,7 @@ the ledger is compared with everything it ever held.
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 from rollmesh_peer import faults
@@ -81,5 +82,5 @@ def _followed_by_patches(chronicle: Chronicle, log: str) -> None:
     assert all(size < image_bytes for _, size in later)
     versions = held(log)
     assert versions == sorted(versions), "a node went back"
-    moved_on = [after for before, after in zip(versions, versions[1:], strict=False) if before in chronicle.orphaned]
+    moved_on = [after for before, after in pairwise(versions) if before in chronicle.orphaned]
     assert moved_on, "this node never held a version that was lost"

@@ -61,7 +61,8 @@ class Chronicle:
         assert sum(summary["rollouts"].values()) == len(self.rollouts), "everything acknowledged is counted"
         assert summary["staleness_max"] <= self.staleness
         assert summary["audits_failed"] == 0
-        assert not self.system.rows("SELECT peer, code FROM offences WHERE code NOT IN ('lease.expired','result.stale')")
+        hard = "SELECT peer, code FROM offences WHERE code NOT IN ('lease.expired', 'result.stale')"
+        assert not self.system.rows(hard), "an honest node was accused"
 
     # --- pieces ------------------------------------------------------------------------------------------------------
     def _look_at_rollouts(self) -> None:

@@ -56,7 +56,7 @@ class Daemon:
         return self.process.pid
 
     def start(self, *, faults: str = "") -> None:
-        """Start, or start again. ``faults`` arms fault points of the daemon and of the children that it passes them to."""
+        """Start, or start again. ``faults`` arms fault points, also of children that the daemon passes them to."""
         assert not self.is_alive
         environ = self.environ | ({"ROLLMESH_FAULT": faults} if faults else {})
         with self.log_path.open("ab") as log:

@@ -75,14 +75,22 @@ def _node(account: NodeAccount, told: NodeStatus | None) -> dict[str, object]:
     return own
 
 
-def findings(learner: RunSummary, *, nodes: Mapping[str, NodeStatus | None], wall_s: float) -> tuple[Finding, ...]:
-    """What was to be shown and what was."""
+def findings(
+    learner: RunSummary, *, nodes: Mapping[str, NodeStatus | None], steps: int, wall_s: float
+) -> tuple[Finding, ...]:
+    """What was to be shown and what was; ``steps`` is what the run had to do."""
     first, last = learner.reward_first5, learner.reward_last10
     gain = None if first is None or last is None else last - first
     from_peers = sum(node.chunks_from_peers for node in nodes.values() if node is not None)
     chunks = from_peers + sum(node.chunks_from_learner for node in nodes.values() if node is not None)
     workers = [account for account in learner.nodes if account.accepted]
     return (
+        Finding(
+            promise="every step is done",
+            shown=f"{count(learner.steps)} of {count(steps)}",
+            is_kept=learner.steps == steps,
+            is_hard=True,
+        ),
         Finding(
             promise=f"the mean reward rises by {GAIN_WANTED:g}",
             shown="no step was trained" if gain is None else f"from {first:.3f} to {last:.3f}, by {gain:.3f}",

@@ -35,7 +35,8 @@ async def conclude(plan: Plan, ending: Ending, *, console: Console) -> bool:
     learner = read_account(plan.learner_summary.read_text(encoding="utf-8"))
     summary = summary_of(learner, nodes=ending.scene.nodes, wall_s=ending.wall_s)
     write_file(plan.out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-    shown = findings(learner, nodes=ending.scene.nodes, wall_s=ending.wall_s)
+    steps = ending.scene.run.steps if ending.scene.run is not None else learner.steps
+    shown = findings(learner, nodes=ending.scene.nodes, steps=steps, wall_s=ending.wall_s)
     console.print(f"\n{learner.steps} steps in {duration(ending.wall_s)}.\n", markup=False)
     for finding in shown:
         console.print(_line(finding))

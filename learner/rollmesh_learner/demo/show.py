@@ -50,8 +50,7 @@ class DiedEarly(ChildFailed):
     """A process of the demo ended before the run did."""
 
     def __init__(self, member: Member) -> None:
-        lines = "\n".join(f"    {line}" for line in member.last_lines(LAST_LINES)) or "    (nothing)"
-        super().__init__(f"{member.name} {member.fate} before the run was over. The end of {member.log}:\n{lines}")
+        super().__init__(f"{member.name} {member.fate} before the run was over. {_last_words(member)}")
 
 
 class Show:
@@ -78,7 +77,7 @@ class Show:
         """From the first process to the last one's end.
 
         Raises:
-            DiedEarly: a process ended before its time.
+            DiedEarly: a process ended before its time; ChildFailed: the learner does not come up.
             HostError: a process cannot be started.
         """
         started = trio.current_time()
@@ -109,17 +108,16 @@ class Show:
                 return found[1]
             self._tell(await self._watcher.look(), "the learner starts: it converts the base model and loads it")
             await trio.sleep(LOOK_S)
-        raise DiedEarly(learner)
+        raise ChildFailed(f"the learner had no join line after {JOIN_S:g} s. {_last_words(learner)}")
 
     async def _until_done(self, learner: Member) -> Scene:
         """Show what happens until the learner has ended."""
+        logs = self._plan.shown(self._plan.log("*"))
         while True:
-            scene = await self._watcher.look()
-            self._tell(
-                scene, f"Ctrl-C stops politely; the processes' own words are in {self._plan.shown(self._plan.log('*'))}"
-            )
-            is_over = self._plan.learner_summary.exists()
-            for member in self._members.values():
+            self._tell(await self._watcher.look(), f"Ctrl-C stops politely; the processes' own words are in {logs}")
+            ended = [member for member in self._members.values() if member.status is not None]
+            is_over = self._plan.learner_summary.exists()  # asked after: nodes end only when it is there
+            for member in ended:
                 self._check(member, is_over=is_over)
             if learner.status is not None:
                 return await self._watcher.look()
@@ -141,3 +139,8 @@ class Show:
             if learner.status is None:
                 self._tell(self._watcher.scene(), "stopping the learner: it ends the step under way")
             await stop([learner], patience_s=LEARNER_STOP_S, hurry=self._hurry)
+
+
+def _last_words(member: Member) -> str:
+    lines = "\n".join(f"    {line}" for line in member.last_lines(LAST_LINES)) or "    (nothing)"
+    return f"The end of {member.log}:\n{lines}"

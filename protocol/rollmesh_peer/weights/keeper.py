@@ -248,7 +248,7 @@ class Keeper:
         self._hold(named(path[-1][1]))
         await self._write_down()
         fault_point("keeper.written_down")
-        log.info("the weights are version %d, step %d", self.version, self.step)
+        log.debug("the weights are version %d, step %d", self.version, self.step)
 
     def _hold(self, held: Named | None) -> None:
         self._held = held

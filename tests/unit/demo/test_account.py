@@ -31,7 +31,7 @@ GOOD = RunSummary(
 
 def broken(account: RunSummary, *, nodes=NODES, wall_s: float = 500.0) -> dict[str, bool]:
     """The promises that are not kept, and whether they are hard."""
-    return {f.promise: f.is_hard for f in findings(account, nodes=nodes, wall_s=wall_s) if not f.is_kept}
+    return {f.promise: f.is_hard for f in findings(account, nodes=nodes, steps=40, wall_s=wall_s) if not f.is_kept}
 
 
 def test_the_summary_has_every_promised_key() -> None:
@@ -60,6 +60,7 @@ def test_a_good_demo_keeps_every_promise() -> None:
 @pytest.mark.parametrize(
     ("changes", "promise", "is_hard"),
     [
+        ({"steps": 39}, "every step is done", True),
         ({"reward_last10": 0.37}, "the mean reward rises by 0.35", False),
         ({"reward_first5": None, "reward_last10": None}, "the mean reward rises by 0.35", False),
         ({"nodes": (GOOD.nodes[0], replace(GOOD.nodes[1], accepted=0))}, "every node contributes", True),
