@@ -10,7 +10,7 @@ from rollmesh_learner.config import Model
 from rollmesh_peer.children.process import ChildSpec, kept_environment, open_child, python_argv
 from rollmesh_peer.folders import models_folder
 from rollmesh_peer.models.folder import ModelFolder
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, Refused, UsageError
 
 _IMPORT_S: Final = 4 * 3600.0
 """A large model over a home connection."""
@@ -21,7 +21,7 @@ async def import_base(model: Model) -> ModelFolder:
     """The folder of the run's base model, made on first use.
 
     Raises:
-        UsageError, Refused, HostError: the source does not exist, is not loaded, or cannot be fetched.
+        UsageError, HostError: the source does not exist, is none that we load, or cannot be fetched.
     """
     hub = {name: os.environ[name] for name in _HUB_VARIABLES if name in os.environ}
     spec = ChildSpec(
@@ -31,9 +31,12 @@ async def import_base(model: Model) -> ModelFolder:
         start_deadline_s=120.0,
     )
     cache = model.cache or models_folder()
-    async with open_child(spec) as child:
-        answer = await child.call("import", {"source": model.source, "cache": str(cache)}, deadline_s=_IMPORT_S)
-    folder = answer.get("folder")
-    if not isinstance(folder, str):
-        raise ChildFailed("the base importer answered without a folder")
-    return ModelFolder.open(Path(folder))
+    try:
+        async with open_child(spec) as child:
+            answer = await child.call("import", {"source": model.source, "cache": str(cache)}, deadline_s=_IMPORT_S)
+        folder = answer.get("folder")
+        if not isinstance(folder, str):
+            raise ChildFailed("the base importer answered without a folder")
+        return ModelFolder.open(Path(folder))
+    except Refused as error:  # its advice is for a node, which cannot choose the model
+        raise UsageError(error.detail) from error

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -97,14 +98,15 @@ async def open_crew(config: LearnerConfig, *, model: ModelFolder, folder: Path) 
     async with trio.open_nursery() as nursery:
         for child in (trainer, prompter, scorer):
             nursery.start_soon(child.run)
-        await trainer.wait_accepted()
+        async with trio.open_nursery() as opening:
+            opening.start_soon(trainer.wait_accepted)
+            for child in (prompter, scorer):
+                opening.start_soon(partial(child.wait_accepted, deadline_s=_OPEN_S))
+        _log.info("%s", told[-1])
         layout = read_layout(trainer.opened)
         auditor = make_auditor(config, model_config=model.config, layout=layout)
         nursery.start_soon(auditor.run)
         nursery.start_soon(_demand, auditor)
-        for child in (prompter, scorer):
-            await child.wait_accepted(deadline_s=_OPEN_S)
-        _log.info("%s", told[-1])
         yield Crew(
             trainer=trainer,
             prompter=prompter,

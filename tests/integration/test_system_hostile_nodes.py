@@ -55,7 +55,7 @@ FORM = {"request.invalid", "request.too_large", "result.schema"}
 
 SETTINGS = (
     "leases.max_duration_s=8",
-    "training.lr=2e-4",  # slow enough that completions still differ by their seeds in the first tests
+    "training.kl=0.3",  # else the model soon writes the same letters whatever the seed, and no seed is wrong any more
 )
 
 
@@ -112,8 +112,6 @@ async def refused_to(attacker: Attacker, sealed: bytes) -> str:
 
 
 # --- work that was not done as ordered -------------------------------------------------------------------------------
-# First, while the model is still young: in the end it writes the same letters whatever the seed, and then nobody can
-# tell one seed from another, or has any reason to.
 async def outcome(system: System, studio: Studio, **changes: object) -> str:
     """What becomes of a fresh node that draws with the real engine and the right weights, but for one thing."""
     async with open_attacker(await system.join_line()) as one:
@@ -155,10 +153,13 @@ async def test_work_that_was_not_sampled_as_ordered_ends_in_quarantine(system: S
         found[what] = await outcome(system, studio, **cheats[what])
 
     join = await system.join_line()
-    async with open_attacker(join, gossip=True) as scout, open_studio(scout, tmp_path / "studio") as studio:
-        async with trio.open_nursery() as nursery:
-            for what in cheats:
-                nursery.start_soon(cheat, what)
+    async with (
+        open_attacker(join, gossip=True) as scout,
+        open_studio(scout, tmp_path / "studio") as studio,
+        trio.open_nursery() as nursery,
+    ):
+        for what in cheats:
+            nursery.start_soon(cheat, what)
     assert found == {**dict.fromkeys(cheats, "result.sampling"), "nothing": "passed"}
 
 
@@ -564,7 +565,7 @@ async def test_the_base_model_under_the_heads_name_ends_in_quarantine(system: Sy
 
     base = tmp_path / "base.image"
     await trio.to_thread.run_sync(lambda: write_base_image(system.folder / "model", image=base))
-    await system.until_run(lambda run: run.step >= 80, timeout_s=100)
+    await system.until_run(lambda run: run.step >= 40, timeout_s=100)
     join = await system.join_line()
     async with open_attacker(join, gossip=True) as scout, open_studio(scout, tmp_path / "studio") as studio:
         assert scout.card is not None

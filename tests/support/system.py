@@ -14,7 +14,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,9 +165,9 @@ class System:
         return "\n".join(f"--- {node.name}\n{node.tail(30)}" for node in self.nodes.values())
 
     def rows(self, sql: str, *parameters: object) -> list[tuple]:
-        """Rows of a copy of the ledger; the learner holds the original."""
+        """Rows of a copy of the ledger; the learner holds the original, and folds its log into it now and then."""
         copy = self.folder / "ledger-copy.sqlite"
-        for suffix in ("", "-wal"):
+        for suffix in ("-wal", ""):  # a log that was folded in meanwhile says nothing new
             source = self.run_folder / f"ledger.sqlite{suffix}"
             target = Path(f"{copy}{suffix}")
             target.unlink(missing_ok=True)
@@ -185,9 +185,17 @@ class System:
 
 @contextlib.contextmanager
 def open_system(
-    folder: Path, *settings: str, steps: int = 6, environment: Mapping[str, object] | None = None, faults: str = ""
+    folder: Path,
+    *settings: str,
+    steps: int = 6,
+    environment: Mapping[str, object] | None = None,
+    faults: str = "",
+    within: Sequence[str] = (),
 ) -> Iterator[System]:
-    """A started learner on a fresh run. ``settings`` are overrides such as ``rollouts.staleness=1``."""
+    """A started learner on a fresh run. ``settings`` are overrides such as ``rollouts.staleness=1``.
+
+    ``within`` is a command that runs the learner's, such as one that makes a mount namespace for it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = prepare_tiny(folder / "model")
     config = folder / "run.toml"
@@ -195,6 +203,7 @@ def open_system(
     home = folder / "learner"
     home.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "rollmesh_peer.command", "learner", "run", str(config), *_flags(settings)]
+    command = [*within, *command]
     system = System(folder, Daemon("learner", home, command, _environ(home), folder / "learner.log"))
     try:
         system.learner.start(faults=faults)

@@ -13,10 +13,14 @@ Invariant: the pipe's descriptors are taken before any library that prints is im
 
 from __future__ import annotations
 
+import os
+
 from rollmesh_peer.children.child import run_child, take_pipes
 
 if __name__ == "__main__":
     take_pipes()
+    # Read when torch loads its OpenMP: threads that wait must not spin (on busy cores that was 20 times slower).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
 import time

@@ -9,14 +9,17 @@ The verbs and their bodies are in :mod:`.pipe`. Not here: how anything is genera
 
 from __future__ import annotations
 
+import os
+
 from rollmesh_peer.children.child import run_child, take_pipes
 
 if __name__ == "__main__":
     take_pipes()
+    # Read when torch loads its OpenMP: threads that wait must not spin (on busy cores that was 20 times slower).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,34 +16,35 @@ It is a process of its own because the conversion takes several times the model'
 
 from __future__ import annotations
 
+import os
+
 from rollmesh_peer.children.child import run_child, take_pipes
 
 if __name__ == "__main__":
     take_pipes()  # before torch and transformers, which print
+    # Read when torch loads its OpenMP: threads that wait must not spin (on busy cores that was 20 times slower).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.folder import ModelFolder
 from rollmesh_peer.models.image import write_image
 from rollmesh_peer.models.loader import layout_of_config
+from rollmesh_peer.models.stored import StoredWeights
 from rollmesh_protocol.errors import HostError, Refused, UsageError
 from rollmesh_protocol.layout import Layout
 
@@ -84,7 +85,7 @@ def write_base_image(folder: Path, *, image: Path) -> Layout:
     """Write the flat image of a model folder's weights and return its layout, sorted by tensor name."""
     opened = ModelFolder.open(folder)
     layout = layout_of_config(opened.config)
-    with _Stored(folder) as stored:
+    with StoredWeights(folder) as stored:
         missing = [spec.name for spec in layout.tensors if spec.name not in stored]
         if missing:
             raise UsageError(f"{folder} lacks {len(missing)} tensors of its model, the first is {missing[0]}")
@@ -105,49 +106,9 @@ def find_gguf(package: str) -> tuple[Path, str]:
     return files[0], distribution.version
 
 
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._open = contextlib.ExitStack()
-        self._files = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise UsageError(f"{path} cannot be read: {_line(error)}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def fits(self, layout: Layout) -> bool:
-        """Whether every tensor of the layout is there in bf16 and its shape."""
-        for spec in layout.tensors:
-            if spec.name not in self._files:
-                return False
-            stored = self._files[spec.name].get_slice(spec.name)
-            if stored.get_dtype() != "BF16" or tuple(stored.get_shape()) != spec.shape:
-                return False
-        return True
-
-
 def _is_canonical(path: Path) -> bool:
     layout = layout_of_config(ModelFolder.open(path).config)
-    with _Stored(path) as stored:
+    with StoredWeights(path) as stored:
         return stored.fits(layout)
 
 

@@ -209,7 +209,7 @@ def _head(run: RunStatus) -> Text:
     if not head.version:
         return Text("nothing published yet")
     is_patch = 0 < run.head_bytes < run.model_bytes
-    patch = f"a patch of {size(run.head_bytes)} to {size(run.model_bytes)}  " if is_patch else ""
+    patch = f"a patch of {size(run.head_bytes)} for {size(run.model_bytes)} of weights  " if is_patch else ""
     return Text.assemble(f"version {count(head.version)}  ", patch, (f"root {head.root.hex()[:12]}", "dim"))
 
 

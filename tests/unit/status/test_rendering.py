@@ -46,7 +46,7 @@ def test_all_columns_at_a_wide_terminal_and_the_telling_ones_at_a_narrow_one() -
 
 
 def test_the_head_tells_what_a_patch_costs_and_an_anchor_is_none() -> None:
-    assert "a patch of 3.3 MB to 269 MB" in of_run(peer(1))
+    assert "a patch of 3.3 MB for 269 MB of weights" in of_run(peer(1))
     assert "patch" not in of_run(peer(1), head_bytes=269_031_000)
 
 

@@ -1,0 +1,76 @@
+"""kill -9 of every child of the learner, and a trainer that hangs: the daemon says so, starts another, loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.support.chronicle import Chronicle
+from tests.support.system import System, open_system
+
+PATIENCE_S = 100.0
+"""Of one wait; a quiet machine needs two or three seconds."""
+TRAINER = "rollmesh_learner.training.trainer"
+OTHERS = {
+    "auditor": "rollmesh_learner.audit.process",
+    "prompter": "rollmesh_learner.prompter",
+    "scorer": "rollmesh_peer.children.scorer",
+    "weights worker": "rollmesh_peer.weights.worker",
+}
+
+
+@pytest.mark.timeout(600)
+async def test_a_learner_whose_children_die_goes_on(tmp_path: Path) -> None:
+    with open_system(tmp_path, "training.checkpoint_every=3", steps=100_000) as system:
+        chronicle = Chronicle(system)
+        node = await system.add_node("north")
+        await _grow(system)
+        await _stop_the_trainer_and_kill_it(system)
+        chronicle.look()
+        for name, module in OTHERS.items():
+            (pid,) = system.learner.children(module)
+            os.kill(pid, signal.SIGKILL)
+            await system.learner.until_logged(f"the {name} process (pid {pid}) was killed", timeout_s=PATIENCE_S)
+            await _grow(system)
+            assert pid not in system.learner.children(module)
+            chronicle.look()
+        system.learner.kill(signal.SIGINT)
+        assert await system.learner.wait(PATIENCE_S) == 0
+        chronicle.look()
+        assert node.is_alive
+        assert "Traceback" not in system.learner.log + node.log
+        assert system.summary()["audits_failed"] == 0
+        ((lost,),) = system.rows("SELECT count(*) FROM rollouts WHERE state = 'void'")
+        assert lost == 0
+
+
+async def _stop_the_trainer_and_kill_it(system: System) -> None:
+    """Stopped, it hangs in the middle of a step: the rest of the learner must not. Killed, the step is made again."""
+    (pid,) = system.learner.children(TRAINER)
+    os.kill(pid, signal.SIGSTOP)
+    run = await system.until_run(lambda run: run.state.startswith("training step"), timeout_s=PATIENCE_S)
+    for _ in range(3):
+        asked = trio.current_time()
+        later = await system.until_run(lambda _: True)
+        assert later.state == run.state, "it says what it waits for"
+        assert later.step == run.step
+        assert trio.current_time() - asked < 5, "a hanging trainer keeps the daemon from answering"
+        await trio.sleep(1.1)
+    (peer,) = later.peers
+    assert peer.last_seen_s < 10, "the node is heard while the trainer hangs"
+    os.kill(pid, signal.SIGKILL)
+    await system.learner.until_logged(f"the trainer process (pid {pid}) was killed", timeout_s=PATIENCE_S)
+    await system.learner.until_logged("back at step", timeout_s=PATIENCE_S)
+    await _grow(system)
+
+
+async def _grow(system: System) -> None:
+    """Wait until two more steps are made than there were, and the last publication is that of a new step."""
+    before = await system.until_run(lambda run: run.step > 0, timeout_s=PATIENCE_S)
+    await system.until_run(
+        lambda run: run.step >= before.step + 3 and run.head.version > before.head.version, timeout_s=PATIENCE_S
+    )
