@@ -293,7 +293,7 @@ class _Learner:
                 summary = await self._write_summary()
                 if is_complete:
                     self._is_over = True
-                    await announcer.notify("ended", text="the run is complete; thank you for taking part")
+                    await announcer.notify("ended", text="every step is done")
                     await trio.sleep(FAREWELL_S)
                 nursery.cancel_scope.cancel()
         return Outcome(is_complete=is_complete, folder=self._folder, summary=summary)

@@ -158,6 +158,6 @@ class _VersionLog:
         from_peers = now.bytes_from_peers - before.bytes_from_peers
         fetched = from_peers + now.bytes_from_learner - before.bytes_from_learner
         event(
-            _log, "new version", version=version, fetched=size(fetched), from_peers=share(from_peers, fetched),
+            _log, "holds new weights", version=version, fetched=size(fetched), from_peers=share(from_peers, fetched),
             seconds=round(now.seconds - before.seconds, 1),
         )  # fmt: skip

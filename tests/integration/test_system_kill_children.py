@@ -1,4 +1,4 @@
-"""kill -9 of every child of the learner, and a trainer that hangs: the daemon says so, starts another, loses nothing."""
+"""kill -9 of every child of the learner, and a trainer that hangs: the daemon says so, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an operator gets wrong is one clear sentence and an exit status, from the real command in its own process."""
+"""Whatever an operator gets wrong is one clear sentence and an exit status, from the real command as a process."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_model_folder_with_code(tmp_path: Path) -> None:
 def test_weights_that_are_not_those_of_the_model(tmp_path: Path) -> None:
     file = prepare_tiny(tmp_path / "model") / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
-    _refused(_learner(_config(tmp_path)), FAILED, "has no tensor")
+    _refused(_learner(_config(tmp_path)), USAGE, "lacks 9 tensors", "model.layers.2.")
 
 
 # --- the environments, which only children know ----------------------------------------------------------------------

@@ -19,11 +19,13 @@ from rollmesh_learner.demo.show import Ending
 from rollmesh_peer.children.launch import kept_environment, python_argv
 from rollmesh_peer.status.words import clean, duration
 from rollmesh_peer.weights.durable import write_file
+from rollmesh_protocol.environments.addition import make
 from rollmesh_protocol.errors import ChildFailed
 
-QUESTION: Final = "What is 12 + 7? Answer with a number only."
+SUMS: Final = 20
+"""Asked of the trained model, greedily: a look at it, no measurement."""
 CHILD_S: Final = 180.0
-"""Importing torch and one answer take five seconds on a quiet machine."""
+"""Importing torch and all answers take ten seconds on a quiet machine."""
 
 
 async def conclude(plan: Plan, ending: Ending, *, console: Console) -> bool:
@@ -44,10 +46,22 @@ async def conclude(plan: Plan, ending: Ending, *, console: Console) -> bool:
         shutil.copyfile(plan.metrics, plan.out / "metrics.jsonl")
         await _child("rollmesh_learner.training.plot", str(plan.metrics), str(plan.out / "reward.png"))
     if learner.checkpoint is not None:
-        told = json.loads(await _child("rollmesh_learner.training.try_out", learner.checkpoint, QUESTION))
-        console.print(f"\nAsked “{QUESTION}”, the trained model says: {clean(told['answer'])}\n", markup=False)
+        console.print(await _try_out(learner.checkpoint), markup=False)
     _list_files(plan, learner.checkpoint, console=console)
     return all(finding.is_kept for finding in shown if finding.is_hard)
+
+
+async def _try_out(checkpoint: str) -> str:
+    """Load the trained model with transformers, ask it some sums, and say in words what it answers."""
+    sums = make({}, seed=SUMS)
+    items = [sums.item(index) for index in range(SUMS)]
+    questions = [item.question for item in items]
+    told = json.loads(await _child("rollmesh_learner.training.try_out", checkpoint, *questions))
+    right = sum(sums.reward(item, answer) for item, answer in zip(items, told["answers"], strict=True))
+    return (
+        f"\nThe checkpoint loads with transformers. Of {SUMS} sums it gets {right:.0f} right; "
+        f"for “{questions[0]}” it says: {clean(told['answers'][0])}\n"
+    )
 
 
 async def _child(module: str, *arguments: str) -> str:
@@ -73,7 +87,7 @@ def _list_files(plan: Plan, checkpoint: str | None, *, console: Console) -> None
     files = [(plan.out / "summary.json", "the figures"), (plan.out / "metrics.jsonl", "one line a step"),
              (plan.out / "reward.png", "the curve")]  # fmt: skip
     if checkpoint is not None:
-        files.append((Path(checkpoint), "loads with transformers"))
+        files.append((Path(checkpoint), "the trained model"))
     files.append((plan.log("*"), "what each process said"))
     width = max(len(plan.shown(path)) for path, _ in files)
     for path, what in files:

@@ -32,10 +32,10 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
@@ -134,9 +134,9 @@ def _cached(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 def _convert_gguf(file: Path, folder: Path) -> None:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        read = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False,
-            quantization_config=GgufConfig(dequantize=True), local_files_only=True,
+            quantization_config=GgufConfig(dequantize=True), local_files_only=True, output_loading_info=True,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(
             str(file.parent), gguf_file=file.name, trust_remote_code=False, local_files_only=True
@@ -145,25 +145,37 @@ def _convert_gguf(file: Path, folder: Path) -> None:
         if "accelerate" in str(error) or "gguf" in str(error).lower():
             raise HostError(f"reading {file.name} needs the packages gguf and accelerate: {_line(error)}") from error
         raise UsageError(f"{file} cannot be read as a model: {_line(error)}") from error
-    _save(model, folder)
+    _save(_complete(read, source=file), folder)
     tokenizer.save_pretrained(folder)
 
 
 def _convert_folder(source: Path, folder: Path) -> None:
     opened = ModelFolder.open(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        read = AutoModelForCausalLM.from_pretrained(
             str(source), config=read_config(opened.config), dtype=torch.bfloat16, trust_remote_code=False,
-            use_safetensors=True, local_files_only=True,
+            use_safetensors=True, local_files_only=True, output_loading_info=True,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, local_files_only=True)
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         raise UsageError(f"{source} cannot be read as a model: {_line(error)}") from error
-    _save(model, folder)
+    _save(_complete(read, source=source), folder)
     tokenizer.save_pretrained(folder)
     for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _complete(read: object, *, source: Path) -> PreTrainedModel:
+    """Return the model of a pair (model, what the library noted while it loaded it).
+
+    Refuses weights with gaps, which the library fills with random numbers and a warning.
+    """
+    model, found = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", read)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UsageError(f"{source} lacks {len(missing)} tensors of its model, the first is {missing[0]}")
+    return model
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
