@@ -10,13 +10,15 @@ import signal
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from rollmesh_peer import faults
 from tests.support.chronicle import Chronicle, fetched, held
 from tests.support.system import System, open_system
 
 DEATHS = (
-    # (point, how often it is passed before the learner dies there): the second pass lies in the middle of the run
-    ("step.assigned", 2),
+    # (point, the passing of it at which the learner dies)
+    ("step.assigned", 8),  # no checkpoint yet: nodes are on versions that nobody can make again
     ("lease.committed", 3),
     ("step.trained", 2),
     ("receipt.committed", 3),
@@ -32,16 +34,17 @@ DEATHS = (
 DAEMON_POINTS = {
     point for point in faults.POINTS if point.startswith(("step.", "lease.", "receipt.", "version.", "audit."))
 } | {"publish.encoded", "publish.payload_durable", "publish.manifest_durable"}
-STEPS = 30
+STEPS = 40
 PATIENCE_S = 150.0
 """Of one life; a quiet machine needs five seconds."""
-SETTINGS = ("leases.min_duration_s=2", "leases.max_duration_s=5", "training.lr=3e-3")
+SETTINGS = ("leases.min_duration_s=2", "leases.max_duration_s=5", "training.checkpoint_every=8")
 
 
 def test_every_point_of_the_daemon_is_died_at() -> None:
     assert {point for point, _ in DEATHS} == DAEMON_POINTS
 
 
+@pytest.mark.timeout(1200)
 async def test_a_learner_that_dies_anywhere_loses_nothing(tmp_path: Path) -> None:
     first, *rest = DEATHS
     with open_system(tmp_path, *SETTINGS, steps=STEPS, faults=_fault(first)) as system:
@@ -57,9 +60,9 @@ async def test_a_learner_that_dies_anywhere_loses_nothing(tmp_path: Path) -> Non
         chronicle.conclude(steps=STEPS)
         for node in nodes:
             assert await node.wait(30) == 0
-            _followed_by_patches(chronicle, node.log)
-        assert "Traceback" not in system.learner.log + system.node_logs()
-        assert chronicle.orphaned, "no version was lost, so nothing was shown"
+        moved_on = [_patched_away_from_a_lost_version(chronicle, node.log) for node in nodes]
+        assert any(moved_on)
+        assert "Traceback" not in system.learner.log + "".join(node.log for node in nodes)
 
 
 def _fault(death: tuple[str, int]) -> str:
@@ -74,13 +77,15 @@ async def _no_node_knows_more(system: System, chronicle: Chronicle) -> None:
         assert status.accepted <= chronicle.accepted_of(status.peer), f"{name} has receipts that the ledger lost"
 
 
-def _followed_by_patches(chronicle: Chronicle, log: str) -> None:
-    """One whole image at the start, then patches, also away from versions that were lost."""
+def _patched_away_from_a_lost_version(chronicle: Chronicle, log: str) -> bool:
+    """True when the node held a version that was lost and fetched patches to go on; images are fetched only to join."""
     image_bytes = chronicle.system.summary()["full_bytes"]
     (first, *later) = fetched(log)
     assert first[1] >= image_bytes
     assert all(size < image_bytes for _, size in later)
     versions = held(log)
     assert versions == sorted(versions), "a node went back"
-    moved_on = [after for before, after in pairwise(versions) if before in chronicle.orphaned]
-    assert moved_on, "this node never held a version that was lost"
+    return any(
+        before in chronicle.orphaned and any(before < version <= after for version, _ in later)
+        for before, after in pairwise(versions)
+    )

@@ -144,7 +144,9 @@ class Bulletin:
                 await trio.to_thread.run_sync(self._sequence.advance, notice.sequence)
             except HostError as error:
                 log.warning("a notice is obeyed, but not written down: %s", error)
-            log.info("notice %d from the learner (%s): %s", notice.sequence, notice.kind, notice.text or "no reason given")
+            log.info(
+                "notice %d from the learner (%s): %s", notice.sequence, notice.kind, notice.text or "no reason given"
+            )
             self._on_notice(notice)
 
     def _is_from_learner(self, author: str, message: bytes) -> bool:

@@ -24,7 +24,7 @@ from rollmesh_learner import restore, rows
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.book import Book, Rules
 from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.groups import Group, Prompt, RolloutKey
+from rollmesh_learner.groups import Group, Prompt
 from rollmesh_learner.intake import Intake, IntakeTerms
 from rollmesh_learner.leasing import LeaseDesk, LeaseTerms
 from rollmesh_learner.ledger import Ledger, open_ledger
@@ -35,6 +35,7 @@ from rollmesh_learner.standing import StandingRules
 from rollmesh_learner.steps import Stepper, StepPlan
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
 from rollmesh_learner.versions import Versions
+from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope, seal
 from rollmesh_protocol.errors import ChildFailed, Refused
@@ -74,7 +75,9 @@ def root_of(weights: tuple[Batch, ...]) -> bytes:
 class FakeTrainer:
     """A trainer child and its supervisor in one: a death is followed at once by a new life from the last checkpoint."""
 
-    def __init__(self, saved: dict[int, tuple[Batch, ...]], *, hook: Hook, random: Random, staleness: int) -> None:
+    def __init__(
+        self, saved: dict[int, tuple[Batch, ...]], *, hook: Hook, changes: Callable[[int], bool], staleness: int
+    ) -> None:
         self.saved = saved
         self.weights: tuple[Batch, ...] = ()
         self.life = 0
@@ -82,7 +85,7 @@ class FakeTrainer:
         self.opened_at_step = 0
         self.opened_from: Path | None = None
         self._hook = hook
-        self._random = random
+        self._changes = changes
         self._staleness = staleness
         self.open()
 
@@ -110,7 +113,7 @@ class FakeTrainer:
             assert root_of(self.weights[: rollout.step]) == rollout.root, "a rollout of weights that no longer exist"
         batch = frozenset((group.group_id, sample.index) for group in groups for sample in group.samples)
         assert not any(batch & before for before, _ in self.weights), "a sample was trained on twice"
-        updated = self._random.random() < 0.8
+        updated = self._changes(step)
         self.weights = (*self.weights, (batch, updated))
         await self._work("trained", life)
         return StepOutcome(updated=updated, metrics={"loss": 0.0}, suspects=())
@@ -132,8 +135,8 @@ class FakeTrainer:
             raise ChildFailed("the trainer was replaced, and its weights with it")
         try:
             self._hook(f"trainer.{name}")
-        except ChildFailed:
-            if self._random.random() < 0.8:  # else it lives on and has only refused
+        except ChildFailed as error:
+            if error.code == DIED:  # else it lives on, and has only refused
                 self.open()
             raise
 
@@ -190,6 +193,8 @@ class World:
     checkpoint_every: int = 2
     publish_every: int = 1
     hook: Hook = lambda _: None
+    changes: Callable[[int], bool] = lambda _: True
+    """Whether training a step changes the weights."""
     saved: dict[int, tuple[Batch, ...]] = field(default_factory=dict)
     receipts: dict[bytes, Receipt] = field(default_factory=dict)
     """Every receipt that a node has got, by lease."""
@@ -278,7 +283,6 @@ class Life:
     def __init__(self, world: World, ledger: Ledger, out: list[Head]) -> None:
         self.world = world
         self.ledger = ledger
-        random = world.random
         self.book = Book(world.rules)
         self.book.suspend()
         self.versions = Versions()
@@ -290,7 +294,7 @@ class Life:
             ),
         )
         self.discipline = Discipline(book=self.book, nodes=self.registry, ledger=ledger, on_quarantine=lambda _: None)
-        self.trainer = FakeTrainer(world.saved, hook=world.hook, random=random, staleness=world.rules.staleness)
+        self.trainer = FakeTrainer(world.saved, hook=world.hook, changes=world.changes, staleness=world.rules.staleness)
         self.publisher = FakePublisher(out, hook=world.hook)
         self.desk = LeaseDesk(
             LeaseTerms(
@@ -330,6 +334,21 @@ class Life:
             rewind=self.rewind,
         )
 
+    def put_prompts(self) -> None:
+        """Prompts for some steps. Prompt number i has the one token i; some are passed over."""
+        while len(self.book.prompts) < 20:
+            index = self.book.next_group + len(self.book.prompts)
+            passed_over = index % 7 == 3
+            self.book.prompts.append(None if passed_over else Prompt(0, "{}", index.to_bytes(4, "little")))
+
+    async def score_all(self) -> None:
+        """Everything that waits for a reward, or for an audit, has got it."""
+        for rollout in [*self.book.pending("scoring")]:
+            await self.ledger.commit(*self.book.score(rollout.key, self.world.random.random(), error=None))
+        for rollout in [*self.book.pending("auditing")]:
+            await self.ledger.commit(*self.book.pass_audit(rollout.key, rollout.logprobs))
+        self.stepper.wake()
+
     async def run(self) -> bool:
         """What ``coordinator`` does, with everybody at work from the first moment on."""
         async with trio.open_nursery() as nursery:
@@ -351,10 +370,7 @@ class Life:
 
     async def make_prompts(self) -> None:
         while True:
-            while len(self.book.prompts) < 20:
-                index = self.book.next_group + len(self.book.prompts)
-                passed_over = index % 7 == 3
-                self.book.prompts.append(None if passed_over else Prompt(0, "{}", index.to_bytes(4, "little")))
+            self.put_prompts()
             await _a_moment()
 
     async def score(self) -> None:
@@ -395,47 +411,57 @@ class FakeNode:
         self.spool: dict[bytes, bytes] = {}
         self.leases: list[Lease] = []
 
-    async def work(self, life: Life) -> None:
+    def join(self, life: Life) -> None:
+        """Say hello, as after every new connection."""
         hello = Hello(majors=(1,), software="", name="", role="worker", engine=None, addresses=(), invite=None)
         life.registry.admit(self.identity.peer, hello, now=trio.current_time())
+
+    async def work(self, life: Life) -> None:
+        """Do by chance what nodes do, for ever."""
+        self.join(life)
         random = self.world.random
         while True:
             await _a_moment()
             chance = random.random()
             if chance < 0.3:
-                await self._ask(life)
+                if random.random() < 0.7:
+                    self.hear(life.versions.head)
+                await self.ask(life, groups=random.randrange(1, 4))
             elif chance < 0.6 and self.leases:
-                self._generate(self.leases.pop(random.randrange(len(self.leases))))
+                self.generate(self.leases.pop(random.randrange(len(self.leases))))
             elif chance < 0.65 and self.leases:
                 lease = self.leases.pop()
                 await life.desk.take_back(
                     self.identity.peer, ReturnRequest(lease_ids=(lease.lease_id,), code="node.weights").encode()
                 )
             elif self.spool:
-                await self._submit(life, random.choice(list(self.spool)))
+                await self._submit_one(life, random.choice(list(self.spool)))
 
-    async def _ask(self, life: Life) -> None:
+    async def ask(self, life: Life, *, groups: int) -> LeaseAnswer:
+        """Ask for work under the weights held, and keep the leases."""
         request = LeaseRequest(
-            groups=self.world.random.randrange(1, 4), version_held=self.held.version, root_held=self.held.root,
-            tokens_per_s=0, waiting_for="",
-        )  # fmt: skip
+            groups=groups, version_held=self.held.version, root_held=self.held.root, tokens_per_s=0, waiting_for=""
+        )
         answer = LeaseAnswer.decode(
             await life.desk.lease(self.identity.peer, request.encode()), limit=limits.LEASES_BYTES
         )
-        if answer.head.version > self.held.version and self.world.random.random() < 0.7:
-            self._hear(answer.head)
         for sealed in answer.leases:
             body = Envelope.decode(sealed, limit=limits.LEASES_BYTES).open(
                 run=RUN, kind="lease", signer=self.world.learner.peer
             )
             self.leases.append(Lease.decode(body, limit=limits.LEASES_BYTES))
+        return answer
 
-    def _hear(self, head: Head) -> None:
+    def hear(self, head: Head) -> None:
+        """Take a newer version."""
+        if head.version <= self.held.version:
+            return
         known = self.world.versions.setdefault(head.version, head.root)
         assert known == head.root, "two versions have one number"
         self.held = head
 
-    def _generate(self, lease: Lease) -> None:
+    def generate(self, lease: Lease) -> None:
+        """Put a result for ``lease`` into the spool."""
         tokens = np.array([1, 2, STOP], dtype="<u4")
         result = Result(
             lease_id=lease.lease_id,
@@ -450,15 +476,30 @@ class FakeNode:
         )  # fmt: skip
         self.spool[lease.lease_id] = seal(result.encode(), run=RUN, kind="result", identity=self.identity).encode()
 
-    async def _submit(self, life: Life, lease_id: bytes) -> None:
+    async def submit(self, life: Life, lease_id: bytes) -> Receipt:
+        """Send a result and get its receipt; the result stays in the spool."""
+        raw = await life.intake.submit(self.identity.peer, self.spool[lease_id])
+        receipt = Receipt.decode(raw, limit=limits.RECEIPT_BYTES)
+        assert self.world.receipts.setdefault(lease_id, receipt) == receipt, "the same bytes got another receipt"
+        return receipt
+
+    async def work_off(self, life: Life, *, groups: int) -> list[Receipt]:
+        """Ask for work, do all of it and hand it in."""
+        await self.ask(life, groups=groups)
+        leases, self.leases = self.leases, []
+        for lease in leases:
+            self.generate(lease)
+        receipts = [await self.submit(life, lease.lease_id) for lease in leases]
+        self.spool.clear()
+        return receipts
+
+    async def _submit_one(self, life: Life, lease_id: bytes) -> None:
         try:
-            raw = await life.intake.submit(self.identity.peer, self.spool[lease_id])
+            await self.submit(life, lease_id)
         except Refused as refusal:
             if refusal.code != "request.busy":
                 raise
             return
-        receipt = Receipt.decode(raw, limit=limits.RECEIPT_BYTES)
-        assert self.world.receipts.setdefault(lease_id, receipt) == receipt, "the same bytes got another receipt"
         if self.world.random.random() < 0.9:  # else the answer is lost on its way, and it is sent again
             self.spool.pop(lease_id, None)
 
@@ -468,13 +509,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollmesh_learner.steps._AGAIN_S", 0.001)
     monkeypatch.setattr("rollmesh_learner.steps._LOOK_S", 0.002)
     monkeypatch.setattr("rollmesh_learner.book.RELEASE_DELAY_S", 0.01)
-
-
-def key_of(group: Group, index: int) -> RolloutKey:
-    """The key of the rollout that fills a sample."""
-    rollout = group.samples[index].rollout
-    assert rollout is not None
-    return rollout.key
 
 
 async def _a_moment() -> None:
