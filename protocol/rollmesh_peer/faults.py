@@ -35,13 +35,16 @@ POINTS: Final[dict[str, str]] = {
     "keeper.verified": "the image has its new root, and nothing on disk says so",
     "keeper.written_down": "the new version is durable, and nobody has been told",
     "keeper.snapshot_durable": "a snapshot is durable, the state still names snapshot and chain before it",
+    # node: the way of a result
+    "node.result_durable": "a signed result is in the spool and was not sent",
+    "node.receipt_came": "its receipt has come, the result is still in the spool",
     # learner: a version on its way out
     "version.reserved": "its number is in the ledger",
     "weights.encoded": "worker: the patch is in memory",
     "publish.encoded": "the patch is in a file without a name",
     "publish.payload_durable": "the payload has its name, there is no manifest",
     "publish.manifest_durable": "payload and manifest are durable, nobody has heard of them",
-    "version.durable": "the ledger does not know yet that it may be announced",
+    "version.durable": "the ledger has it as published, nobody has heard of it",
     "publish.anchor_written": "an anchor's image is on disk, its manifest is not",
     # learner: the life of a step and of a rollout
     "lease.committed": "a lease is in the ledger and was not sent",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.support.system import System
 
 FETCHED = re.compile(r"fetched version (\d+): (\d+) bytes")
-HELD = re.compile(r"new version version=(\d+)")
+HELD = re.compile(r"node\.weights: .*\bversion=(\d+)")
 WAITING = {"scoring", "auditing", "ready", "assigned"}
 
 

@@ -211,8 +211,15 @@ class Follower:
         return path
 
     async def _plan(self, head: Head) -> tuple[Edge, ...] | None:
-        """The way to ``head`` that costs the fewest bytes still to be fetched, over the edges that we know of."""
-        usable = [edge for edge in self._book.edges if self._is_usable(edge)]
+        """The way to ``head`` that costs the fewest bytes still to be fetched, over the edges that we know of.
+
+        After a rollback the same root may lie at the end of an old edge too: the last edge must be a new one.
+        """
+        usable = [
+            edge
+            for edge in self._book.edges
+            if self._is_usable(edge) and (edge.root != head.root or self._may_take(edge.version))
+        ]
         missing = dict(zip(usable, await self._missing(usable), strict=True))
         path = self._book.plan(missing, held=self._keeper.root, goal=head.root)
         return path if path and self._may_take(path[-1].version) else None

@@ -232,6 +232,27 @@ async def test_weights_published_again_under_a_new_name_are_named_and_not_fetche
         assert follower.node.store.names() == ()
 
 
+async def test_after_a_rollback_to_weights_that_it_had_before_it_takes_the_new_patches(world, autojump_clock):
+    """Versions 5 and 6 have the roots of 1 and 2: the free way over old patches ends below what was verified."""
+    async with following(world) as follower:
+        for version in range(1, 5):
+            edge = step_edge(version)
+            follower.publisher.publish(edge)
+            follower.hear_header(header_of(edge))
+            await reach(follower, version)
+        for version, parent, image in ((5, 4, 1), (6, 1, 2)):
+            follower.publisher.publish(
+                sign(MIXED, version=version, parent=ROOTS[parent], image=IMAGES[image], payload=bytes([version]) * 9000)
+            )
+        follower.hear_head(follower.publisher.head)
+        with trio.fail_after(30):
+            while follower.keeper.version != 6:
+                await trio.sleep(0.01)
+        assert follower.keeper.root == ROOTS[2]
+        assert follower.keeper.taken[4:] == [[5], [6]]
+        assert follower.waiting_for == ""
+
+
 # --- what it refuses -------------------------------------------------------------------------------------------------
 async def stays(follower, version, *, seconds=200):
     await trio.sleep(seconds)
