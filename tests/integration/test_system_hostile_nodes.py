@@ -435,7 +435,7 @@ async def test_the_largest_results_are_bounded_together(system: System, attacker
     assert codes["request.busy"] + codes["lost"] > 0 and codes.keys() <= {
         "request.busy", "lost", "result.schema", "node.quarantined",
     }  # fmt: skip
-    assert weight.growth_mib < 2 * limits.RECEIVING_BYTES_PER_PEER / limits.MIB + 20
+    assert weight.growth_mib < 100, "of 160 that were sent"
 
 
 async def test_a_peer_that_ignores_flow_control_is_cut_off(system: System) -> None:
@@ -466,14 +466,15 @@ async def test_a_flood_is_turned_away_and_others_are_answered(system: System, at
             except Refused as refused:
                 codes[refused.code] += 1
             except LinkLost:
-                codes["lost"] += 1
+                codes["shut out"] += 1
+                return
 
     async with open_attacker(await system.join_line()) as other:
         with trio.move_on_after(30) as patience:
             async with trio.open_nursery() as nursery:
                 for _ in range(8):
                     nursery.start_soon(flood)
-                while not codes["node.rate"] or len(waits) < 10:
+                while not codes["node.rate"] + codes["shut out"] or len(waits) < 10:
                     started = trio.current_time()
                     await other.request_work(0)
                     waits.append(trio.current_time() - started)
@@ -481,7 +482,7 @@ async def test_a_flood_is_turned_away_and_others_are_answered(system: System, at
                 nursery.cancel_scope.cancel()
     assert not patience.cancelled_caught, f"never turned away: {codes}"
     assert sorted(waits)[len(waits) // 2] < 1.0, waits
-    assert codes.keys() <= {"answered", "node.rate", "request.busy"}
+    assert codes.keys() <= {"answered", "node.rate", "request.busy", "shut out"}
 
 
 async def test_streams_that_say_nothing_are_few(system: System, attacker: Attacker) -> None:

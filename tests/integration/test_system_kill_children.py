@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import trio
 
+from rollmesh_protocol import limits
 from tests.support.chronicle import Chronicle
 from tests.support.system import System, open_system
 
 PATIENCE_S = 100.0
 """Of one wait; a quiet machine needs two or three seconds."""
 TRAINER = "rollmesh_learner.training.trainer"
+ASKS_THE_TRAINER = ("training step", "saving a checkpoint of step", "publishing the weights of step")
+"""What a status says while the learner waits for an answer of the trainer."""
 OTHERS = {
     "auditor": "rollmesh_learner.audit.process",
     "prompter": "rollmesh_learner.prompter",
@@ -52,14 +55,15 @@ async def _stop_the_trainer_and_kill_it(system: System) -> None:
     """Stopped, it hangs in the middle of a step: the rest of the learner must not. Killed, the step is made again."""
     (pid,) = system.learner.children(TRAINER)
     os.kill(pid, signal.SIGSTOP)
-    run = await system.until_run(lambda run: run.state.startswith("training step"), timeout_s=PATIENCE_S)
+    await trio.sleep(1.5 * limits.STATUS_EVERY_S)  # what was built before is told for so long
+    run = await system.until_run(lambda run: run.state.startswith(ASKS_THE_TRAINER), timeout_s=PATIENCE_S)
     for _ in range(3):
         asked = trio.current_time()
         later = await system.until_run(lambda _: True)
         assert later.state == run.state, "it says what it waits for"
         assert later.step == run.step
         assert trio.current_time() - asked < 5, "a hanging trainer keeps the daemon from answering"
-        await trio.sleep(1.1)
+        await trio.sleep(1.1 * limits.STATUS_EVERY_S)
     (peer,) = later.peers
     assert peer.last_seen_s < 10, "the node is heard while the trainer hangs"
     os.kill(pid, signal.SIGKILL)
