@@ -22,6 +22,7 @@ from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Group
 from rollmesh_learner.ledger import Ledger, number
+from rollmesh_learner.metrics import MetricsFile
 from rollmesh_learner.publisher import Prepared, Publisher
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
 from rollmesh_learner.versions import Versions
@@ -90,7 +91,7 @@ class Stepper:
         self._versions = versions
         self._auditor = auditor
         self._exports = exports
-        self._metrics_file = metrics_file
+        self._metrics = MetricsFile(metrics_file, ledger=ledger)
         self._rewind = rewind
         self._progress = trio.Event()
         self._publishing = trio.Lock()
@@ -128,6 +129,7 @@ class Stepper:
                 async with self._publishing:
                     pass  # what is being published now is a version that the rewind must know of
                 await self._rewind(self._saved_step)
+                await self._metrics.rewrite()
             except ChildFailed as error:
                 _log.warning("the trainer is not back yet: %s", error.detail)
                 await self._pause()
@@ -354,10 +356,7 @@ class Stepper:
         }
         text = json.dumps(line)
         await self._ledger.commit(rows.step_trained(step, text))
-        try:
-            await trio.to_thread.run_sync(_append, self._metrics_file, text)
-        except OSError as error:
-            _log.warning("the metrics of step %d are in the ledger alone: %s", step, error)
+        await self._metrics.add(text)
         _log.info("step %d: reward %.3f, age %.1f, waited %.1f s, trained %.1f s", step, self.mean_reward,
                   line["age_mean"], waited_s, trained_s)  # fmt: skip
 
@@ -366,8 +365,3 @@ class Stepper:
             rollout = group.samples[key[1]].rollout if key[1] < len(group.samples) else None
             if rollout is not None and rollout.key == key and rollout.exact_logprobs is None:
                 self._auditor.suspect(rollout, prompt=group.prompt.prompt)
-
-
-def _append(path: Path, line: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")

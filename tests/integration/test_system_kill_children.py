@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import trio
 
+from rollmesh_learner.training.client import TrainerClient
+from rollmesh_peer.children.process import ChildSpec, kept_environment, python_argv
 from rollmesh_protocol import limits
+from rollmesh_protocol.errors import ChildFailed
 from tests.support.chronicle import Chronicle
-from tests.support.system import System, open_system
+from tests.support.system import System, children_of, command_of, open_system
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100.0
 """Of one wait; a quiet machine needs two or three seconds."""
 TRAINER = "rollmesh_learner.training.trainer"
@@ -49,6 +53,44 @@ async def test_a_learner_whose_children_die_goes_on(tmp_path: Path) -> None:
         assert system.summary()["audits_failed"] == 0
         ((lost,),) = system.rows("SELECT count(*) FROM rollouts WHERE state = 'void'")
         assert lost == 0
+
+
+async def test_what_is_asked_of_a_trainer_is_never_done_by_the_next_one(tmp_path: Path) -> None:
+    """It dies after its answer, and another with older weights stands there when the next question is asked."""
+    spec = ChildSpec(
+        name="trainer",
+        argv=python_argv("tests.support.scripted_trainer"),
+        environment=kept_environment(os.environ, {"PYTHONPATH": str(ROOT)}),
+    )
+    trainer = TrainerClient(spec, opening={}, checkpoints=tmp_path / "checkpoints", kept=2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trainer.run)
+        life = await trainer.wait_ready()
+        await trainer.train(0, [], life=life)
+        await trainer.train(1, [], life=life)
+        assert (await trainer.checkpoint(2, carry={}, life=life)).name == "step-00000002"
+        await trainer.train(2, [], life=life)
+        (pid,) = [pid for pid in children_of(os.getpid()) if "scripted_trainer" in command_of(pid)]
+        os.kill(pid, signal.SIGKILL)
+        with trio.fail_after(PATIENCE_S):
+            while trainer.life == life:
+                await trio.sleep(0.02)
+        for asked in (
+            lambda: trainer.checkpoint(3, carry={}, life=life),
+            lambda: trainer.export(tmp_path / "image", life=life),
+            lambda: trainer.train(3, [], life=life),
+        ):
+            with pytest.raises(ChildFailed, match="was replaced"):
+                await asked()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+        assert not (tmp_path / "image").exists()
+        assert (trainer.opened_at_step, trainer.opened_from) == (2, tmp_path / "checkpoints" / "step-00000002")
+        before = trainer.life
+        await trainer.train(2, [], life=before)
+        await trainer.restart()
+        assert await trainer.wait_ready() == before + 1
+        assert trainer.is_alive
+        nursery.cancel_scope.cancel()
 
 
 async def _stop_the_trainer_and_kill_it(system: System) -> None:

@@ -56,6 +56,7 @@ class Chronicle:
         rows = self.system.rows("SELECT step, state, metrics FROM steps ORDER BY step")
         assert [(step, state) for step, state, _ in rows] == [(step, "final") for step in range(steps)]
         assert [json.loads(metrics)["step"] for _, _, metrics in rows] == list(range(steps))
+        assert [line["step"] for line in self.system.metrics()] == list(range(steps))
         summary = self.system.summary()
         assert summary["steps"] == steps
         assert sum(summary["rollouts"].values()) == len(self.rollouts), "everything acknowledged is counted"

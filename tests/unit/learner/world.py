@@ -8,6 +8,7 @@ survives it is the ledger file, the saved checkpoints and what nodes have in han
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -256,6 +257,8 @@ class World:
         async with open_ledger(self.folder / "ledger.sqlite") as ledger:
             steps = await ledger.fetch("SELECT step, state FROM steps ORDER BY step")
             assert steps == [(step, "final") for step in range(self.rules.steps)]
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in lines] == list(range(self.rules.steps))
             consumed = await ledger.fetch(
                 "SELECT group_id, sample, trained_step FROM rollouts WHERE state = 'consumed'"
             )
