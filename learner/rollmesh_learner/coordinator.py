@@ -24,7 +24,7 @@ import trio
 from rollmesh_learner import restore
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.audit.verdict import Thresholds
-from rollmesh_learner.base import import_base
+from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
 from rollmesh_learner.book import Book, Rules
 from rollmesh_learner.config import LearnerConfig
@@ -48,7 +48,7 @@ from rollmesh_peer.control import serve_control
 from rollmesh_peer.folders import control_socket, private_folder, run_folder
 from rollmesh_peer.keys import hold_key
 from rollmesh_peer.mesh.announcements import Announcer, SequenceFile
-from rollmesh_peer.mesh.host import HostOptions, open_mesh
+from rollmesh_peer.mesh.host import HostOptions, check_listen, open_mesh
 from rollmesh_peer.mesh.requests import Handle, Route, Router
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.passes import PassBook
@@ -100,9 +100,10 @@ async def run_learner(
     """
     folder = private_folder(config.run.folder) if config.run.folder else run_folder(config.run.name)
     with hold_key(folder / "learner.key") as identity:
+        await check_listen(config.network.listen)  # before minutes are spent on a model
         async with open_ledger(folder / "ledger.sqlite") as ledger:
             run = await name_run(ledger, config, folder=folder)
-            model = await import_base(config.model)
+            model = await base_of_run(ledger, config.model)
             async with (
                 open_crew(config, model=model, folder=folder) as hands,
                 _open_publisher(config, run=run, identity=identity, folder=folder, hands=hands) as (publisher, exports),

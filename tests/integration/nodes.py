@@ -15,6 +15,8 @@ from pathlib import Path
 import trio
 
 from rollmesh_peer.control import ask_control
+from rollmesh_peer.folders import control_sockets
+from rollmesh_peer.folders import control_sockets
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.testing.fake_learner import FakeLearner
 from rollmesh_protocol.errors import LinkLost
@@ -90,7 +92,7 @@ class NodeProcess:
         """The node's own word over its control socket."""
         with trio.fail_after(PATIENCE_S):
             while True:
-                for path in (self.home / "control").glob("node-*.sock"):
+                for path in control_sockets(environ={"ROLLMESH_HOME": str(self.home)}):
                     with contextlib.suppress(LinkLost):
                         answer = await ask_control(path, StatusRequest(page=0))
                         assert answer.node is not None

@@ -63,11 +63,11 @@ class Publisher:
         self._honest = dict(self._handlers)
         self._announcer: Announcer = learner._announcer
 
-    async def offer(self, edge: SignedEdge, *, answer=None, is_head: bool = True, **changes) -> None:  # noqa: ANN001
+    async def offer(self, edge: SignedEdge, *, answer=None, is_head: bool = True, **changes) -> None:
         """Announce ``edge`` and serve its manifest, true or not; its chunks are served by ``answer`` or as they are."""
         short = short_of(edge, **changes)
 
-        async def manifests(stream) -> None:  # noqa: ANN001
+        async def manifests(stream) -> None:
             request = ManifestRequest.decode(await stream.receive(limits.SMALL_BYTES), limit=limits.SMALL_BYTES)
             envelope = edge.envelope if request.name == edge.name else self.learner._store.envelope(request.name)
             await stream.send(closed_answer(envelope))
@@ -87,11 +87,11 @@ class Publisher:
         return await self.learner.publish(image_of(version), version=version)
 
 
-async def whole(stream, edge, index) -> None:  # noqa: ANN001
+async def whole(stream, edge, index) -> None:
     await stream.send(closed_answer(edge.chunk(index)))
 
 
-async def endless(stream, edge, index) -> None:  # noqa: ANN001
+async def endless(stream, edge, index) -> None:
     """A frame that says it has a gigabyte, and as much of it as the node reads."""
     await stream._stream.write((GIANT).to_bytes(4, "big"))
     for _ in range(GIANT >> 16):
@@ -136,7 +136,7 @@ BAD_EDGES = {
     "from weights that nobody holds": (edge_to(parent=bytes(32)), {}, "no edge leads from the weights held"),
     "larger than announced": (edge_to(), {"payload_bytes": 5}, "does not say what its announcement said"),
     "larger than the node allows": (
-        edge_to(), {"payload_bytes": limits.MAX_MODEL_BYTES}, "needs a download of 512.00 GiB, and this node allows 100",
+        edge_to(), {"payload_bytes": limits.MAX_MODEL_BYTES}, "a download of 512.00 GiB, and this node allows 100",
     ),
     "with a manifest larger than announced": (edge_to(), {"manifest_bytes": 10}, "has the manifest"),
 }  # fmt: skip

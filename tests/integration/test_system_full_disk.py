@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_weights_full_disk import can_mount
-from tests.support.system import open_system
+from tests.support.system import System, open_system
 
 PATIENCE_S = 100.0
 """Of one wait; a quiet machine needs a few seconds."""
@@ -27,7 +27,7 @@ exec "$@"
 @pytest.mark.skipif(not can_mount(), reason="needs root and unshare(1) to mount a small disk")
 async def test_a_learner_waits_for_room_and_goes_on(tmp_path: Path) -> None:
     within = ("unshare", "--mount", "sh", "-c", MOUNT, str(tmp_path / "run"))
-    with open_system(tmp_path, steps=100_000, within=within) as system:
+    with open_system(tmp_path, "training.lr=1e-4", steps=100_000, within=within) as system:
         node = await system.add_node("north")
         await system.until_run(lambda run: run.step >= 3, timeout_s=PATIENCE_S)
         run_folder = Path(f"/proc/{system.learner.pid}/root{system.run_folder}")  # as the learner sees it
@@ -45,27 +45,19 @@ async def test_a_learner_waits_for_room_and_goes_on(tmp_path: Path) -> None:
             )
             assert later.head.version > full.head.version
         assert "back at step" not in system.learner.log, "nothing had to be made again"
-        system.learner.kill(signal.SIGINT)
-        assert await system.learner.wait(PATIENCE_S) == 0
+        await _stops_all_the_same(system, run_folder / "filler")
         assert "Traceback" not in system.learner.log + node.log
-        assert "quarantine" not in system.learner.log
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(not can_mount(), reason="needs root and unshare(1) to mount a small disk")
-async def test_a_learner_on_a_full_disk_can_be_stopped(tmp_path: Path) -> None:
-    """The first Ctrl-C waits for room for the step under way, and says so; the second one ends it all the same."""
-    within = ("unshare", "--mount", "sh", "-c", MOUNT, str(tmp_path / "run"))
-    with open_system(tmp_path, steps=100_000, within=within) as system:
-        await system.add_node("north")
-        await system.until_run(lambda run: run.step >= 3, timeout_s=PATIENCE_S)
-        _fill(Path(f"/proc/{system.learner.pid}/root{system.run_folder}") / "filler")
-        await system.until_run(lambda run: "full" in run.state, timeout_s=PATIENCE_S)
+async def _stops_all_the_same(system: System, filler: Path) -> None:
+    """The first Ctrl-C waits for the step under way, which waits for room; the second one ends everything."""
+    _fill(filler)
+    await system.until_run(lambda run: "full" in run.state, timeout_s=PATIENCE_S)
+    system.learner.kill(signal.SIGINT)
+    await system.learner.until_logged("once more to stop at once", timeout_s=PATIENCE_S)
+    if system.learner.is_alive:
         system.learner.kill(signal.SIGINT)
-        await system.learner.until_logged("once more to stop at once", timeout_s=PATIENCE_S)
-        if system.learner.is_alive:
-            system.learner.kill(signal.SIGINT)
-        assert await system.learner.wait(PATIENCE_S) in (1, 130)
+    assert await system.learner.wait(PATIENCE_S) in (1, 130)
 
 
 def _fill(path: Path) -> None:

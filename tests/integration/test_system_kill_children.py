@@ -32,7 +32,7 @@ OTHERS = {
 
 @pytest.mark.timeout(600)
 async def test_a_learner_whose_children_die_goes_on(tmp_path: Path) -> None:
-    with open_system(tmp_path, "training.checkpoint_every=3", steps=100_000) as system:
+    with open_system(tmp_path, "training.checkpoint_every=3", "training.lr=1e-4", steps=100_000) as system:
         chronicle = Chronicle(system)
         node = await system.add_node("north")
         await _grow(system)

@@ -24,52 +24,47 @@ LONG = ("leases.min_duration_s=120", "leases.max_duration_s=120")
 async def test_work_of_nodes_that_are_gone_goes_to_others(tmp_path: Path) -> None:
     with open_system(tmp_path, *LONG, steps=100_000) as system:
         chronicle = Chronicle(system)
-        for name in ("north", "south"):
+        for name in ("north", "south", "east"):
             await system.add_node(name)
-        await system.until_run(lambda run: all(_peer(run, name, "accepted") > 0 for name in ("north", "south")),
-                               timeout_s=PATIENCE_S)  # fmt: skip
-        await _kill_and_start_again(system, "north")
-        chronicle.look()
-        await _stop_and_go_on(system, "south")
+        await _contribute(system, "north", "south", "east")
+        await _one_dies_and_one_sleeps(system, killed="north", stopped="south")
         chronicle.look()
         await _kill_the_engine(system, "north")
         chronicle.look()
         system.learner.kill(signal.SIGINT)
         assert await system.learner.wait(PATIENCE_S) == 0
         chronicle.look()
-        assert "Traceback" not in system.learner.log + system.node_logs()
+        assert "Traceback" not in system.learner.log + "".join(node.log for node in system.nodes.values())
         assert not system.rows("SELECT code FROM offences WHERE code NOT IN ('lease.expired', 'result.stale')")
         assert system.summary()["audits_failed"] == 0
 
 
-async def _kill_and_start_again(system: System, name: str) -> None:
-    """A power cut at the volunteer's."""
-    await system.until_run(lambda run: _leased(run, name) > 0, timeout_s=PATIENCE_S)
-    system.nodes[name].kill(signal.SIGKILL)
-    await system.nodes[name].wait()
-    await _taken_over(system, name)
-    before = await system.until_run(lambda run: True)
-    system.nodes[name].start()
-    await system.until_run(
-        lambda run: _peer(run, name, "accepted") > _peer(before, name, "accepted"), timeout_s=PATIENCE_S
-    )
-
-
-async def _stop_and_go_on(system: System, name: str) -> None:
-    """A PC that sleeps for a while, work in hand."""
-    node = system.nodes[name]
-    engines = node.children("rollmesh_node.engine")
-    await system.until_run(lambda run: _leased(run, name) > 0, timeout_s=PATIENCE_S)
-    for pid in (*engines, node.pid):
+async def _one_dies_and_one_sleeps(system: System, *, killed: str, stopped: str) -> None:
+    """A power cut at one volunteer's, and a PC that goes to sleep at another's, both with work in hand."""
+    sleeping = [*system.nodes[stopped].children("rollmesh_node.engine"), system.nodes[stopped].pid]
+    await system.until_run(lambda run: _leased(run, killed) > 0 and _leased(run, stopped) > 0, timeout_s=PATIENCE_S)
+    system.nodes[killed].kill(signal.SIGKILL)
+    for pid in sleeping:
         os.kill(pid, signal.SIGSTOP)
     stopped_at = trio.current_time()
-    await _taken_over(system, name)
+    await system.nodes[killed].wait()
+    run = await system.until_run(lambda run: not _leased(run, killed) and not _leased(run, stopped),
+                                 timeout_s=PATIENCE_S)  # fmt: skip
+    # Their samples went to the third node: the run goes on for more steps than what had been done could serve.
+    await system.until_run(lambda later: later.step >= run.step + 4, timeout_s=PATIENCE_S)
     await trio.sleep(max(0.0, stopped_at + limits.DEAD_AFTER_S + 1 - trio.current_time()))
-    before = await system.until_run(lambda run: not _of(run, name).connected, timeout_s=PATIENCE_S)
-    for pid in (*engines, node.pid):
+    await system.until_run(lambda run: not _of(run, stopped).connected, timeout_s=PATIENCE_S)
+    system.nodes[killed].start()
+    for pid in sleeping:
         os.kill(pid, signal.SIGCONT)
+    await _contribute(system, killed, stopped)
+
+
+async def _contribute(system: System, *names: str) -> None:
+    """Wait until something of each of these nodes is accepted, from now on."""
+    before = await system.until_run(lambda run: {peer.name for peer in run.peers} >= set(names), timeout_s=PATIENCE_S)
     await system.until_run(
-        lambda run: _peer(run, name, "accepted") > _peer(before, name, "accepted"), timeout_s=PATIENCE_S
+        lambda run: all(_accepted(run, name) > _accepted(before, name) for name in names), timeout_s=PATIENCE_S
     )
 
 
@@ -80,16 +75,8 @@ async def _kill_the_engine(system: System, name: str) -> None:
     (pid,) = node.children("rollmesh_node.engine")
     os.kill(pid, signal.SIGKILL)
     await node.until_logged(f"(pid {pid}) was killed", timeout_s=PATIENCE_S)
-    await system.until_run(
-        lambda run: _peer(run, name, "accepted") > _peer(before, name, "accepted") + 8, timeout_s=PATIENCE_S
-    )
+    await system.until_run(lambda run: _accepted(run, name) > _accepted(before, name) + 8, timeout_s=PATIENCE_S)
     assert node.is_alive
-
-
-async def _taken_over(system: System, name: str) -> None:
-    """The node's leases are over, and the run has gone on for more steps than its work could have served."""
-    run = await system.until_run(lambda run: _leased(run, name) == 0, timeout_s=PATIENCE_S)
-    await system.until_run(lambda later: later.step >= run.step + 4, timeout_s=PATIENCE_S)
 
 
 def _of(run: RunStatus, name: str) -> PeerStatus:
@@ -100,5 +87,5 @@ def _leased(run: RunStatus, name: str) -> int:
     return _of(run, name).leased_samples
 
 
-def _peer(run: RunStatus, name: str, what: str) -> int:
-    return next((getattr(peer.standing, what) for peer in run.peers if peer.name == name), 0)
+def _accepted(run: RunStatus, name: str) -> int:
+    return _of(run, name).standing.accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,6 @@ import trio
 
 from rollmesh_learner import rows
 from rollmesh_learner.ledger import open_ledger
-from rollmesh_peer.keys import hold_key
 from rollmesh_peer.testing.letters import NAME as LETTERS
 from rollmesh_peer.testing.tiny_model import prepare_tiny
 from tests.support.system import open_system
@@ -99,12 +99,6 @@ def test_the_resolved_config_is_shown_and_nothing_is_started(tmp_path: Path) -> 
 # --- the folder of the run -------------------------------------------------------------------------------------------
 
 
-def test_a_key_that_another_daemon_holds(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    with hold_key(tmp_path / "run" / "learner.key"):
-        _refused(_learner(_config(tmp_path)), FAILED, "another rollmesh daemon", "learner.key")
-
-
 def test_a_run_that_is_there_and_not_to_be_resumed(tmp_path: Path) -> None:
     async def begin() -> None:
         async with open_ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
@@ -156,7 +150,6 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path) -> None:
     ("environment", "parameters", "words"),
     [
         ("adition", "", ("'adition'", "addition")),
-        ("addition", "hardness = 3", ("hardness",)),
         ("reasoning_gym", 'dataset = "countdown"', ("countdown", "sympy", "allow_text_evaluation")),
     ],
 )
@@ -171,11 +164,17 @@ def test_an_environment_that_cannot_be_had(
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_port_that_is_busy(tmp_path: Path) -> None:
-    with open_system(tmp_path / "first", steps=1) as system:
-        line = await system.join_line()
-        port = int(line.split("/tcp/")[1].split("/")[0])
-        prepare_tiny(tmp_path / "model")
-        ended = await trio.to_thread.run_sync(_learner, _config(tmp_path, port=port))
-        _refused(ended, FAILED, str(port), "in use")
+def test_a_port_that_is_busy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        _refused(_learner(_config(tmp_path, port=port)), FAILED, f"port {port} is in use")
+
+
+async def test_a_second_learner_on_the_same_folder(tmp_path: Path) -> None:
+    with open_system(tmp_path, steps=1) as system:
+        with trio.fail_after(DEADLINE_S):
+            while not (system.run_folder / "run.id").exists():
+                await trio.sleep(0.05)
+        ended = await trio.to_thread.run_sync(_learner, tmp_path / "run.toml")
+        _refused(ended, FAILED, "another rollmesh daemon", "learner.key")
         assert system.learner.is_alive

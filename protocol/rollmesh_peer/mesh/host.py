@@ -72,6 +72,16 @@ async def open_mesh(options: HostOptions) -> AsyncIterator[Mesh]:
         raise failure
 
 
+async def check_listen(listen: tuple[str, ...]) -> None:
+    """Find out whether these addresses can be listened on right now, and let go of them again.
+
+    Raises:
+        HostError, UsageError: as :func:`open_mesh`.
+    """
+    for listener in await _listen([parse_endpoint(text, listening=True) for text in listen]):
+        await listener.aclose()
+
+
 async def _listen(endpoints: list[Endpoint]) -> list[trio.SocketListener]:
     """Bind every endpoint, without SO_REUSEPORT: a port that somebody else has is an error and not shared."""
     listeners: list[trio.SocketListener] = []

@@ -81,9 +81,11 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model of a config with the weights of an image, checked by the reload sums.
 
-    Raises ``Refused("card.model")`` for the config, ``ChildFailed("child.weights")`` when image, layout and model do
-    not agree.
+    Raises ``Refused("card.model")`` for the config, before a tensor exists when it makes other tensors than the layout
+    has (which is what limits were checked against); ``ChildFailed("child.weights")`` when the image does not agree.
     """
+    if layout_of_config(config).digest != layout.digest:
+        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
     model = build_model(config, arithmetic=arithmetic, attention=attention, device=device)
     copy_image_into(model, layout=layout, image=image)
     check_reload(model, layout=layout, image=image)
