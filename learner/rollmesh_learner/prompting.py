@@ -1,4 +1,7 @@
-"""Prompts made in advance: group ids are indices into the environments' streams of items, so none is used twice."""
+"""Prompts made in advance: group ids are indices into the environments' streams of items, so none is used twice.
+
+An item that its environment cannot make is passed over: it costs its number and a second, never the run.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from rollmesh_learner.book import Book
 from rollmesh_learner.groups import Prompt
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.supervisor import Supervisor
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, HostError
 from rollmesh_protocol.lease import TOKEN_DTYPE
 
 _log = logging.getLogger("rollmesh.learner.prompting")
 
 _PROMPTS_S: Final = 120.0
 _LOOK_S: Final = 0.1
+_AGAIN_S: Final = 1.0
 
 
 class PromptSource:
@@ -33,19 +37,27 @@ class PromptSource:
 
     async def run(self) -> None:
         """Refill for ever."""
+        most = self._ahead
         while True:
             missing = self._ahead - len(self._book.prompts)
             if missing <= self._ahead // 2:
                 await trio.sleep(_LOOK_S)
                 continue
-            first = self._book.next_group + len(self._book.prompts)
+            first, count = self._book.next_group + len(self._book.prompts), min(missing, most)
             try:
-                prompts = await self._make(first, missing)
-            except ChildFailed as error:
+                prompts = await self._make(first, count)
+            except (ChildFailed, HostError) as error:
                 self.waiting_for = f"prompts wait: {error.detail}"
                 _log.warning("%s", self.waiting_for)
-                await trio.sleep(1.0)
-                continue
+                await trio.sleep(_AGAIN_S)
+                if error.code not in (ChildFailed.default_code, HostError.default_code):
+                    continue  # the prompter died; it is the next one's turn
+                if count > 1:  # an environment raised, and it is not told at which item
+                    most = count // 2
+                    continue
+                _log.warning("prompt %d is passed over: its environment cannot make it", first)
+                prompts = [None]
+            most = min(2 * most, self._ahead)
             self.waiting_for = ""
             if first == self._book.next_group + len(self._book.prompts):  # else the book was rewound meanwhile
                 self._book.prompts.extend(prompts)

@@ -110,7 +110,7 @@ async def _stop_the_trainer_and_kill_it(system: System) -> None:
     assert peer.last_seen_s < 10, "the node is heard while the trainer hangs"
     os.kill(pid, signal.SIGKILL)
     await system.learner.until_logged(f"the trainer process (pid {pid}) was killed", timeout_s=PATIENCE_S)
-    await system.learner.until_logged("back at step", timeout_s=PATIENCE_S)
+    await system.learner.until_logged("is lost: the trainer process", timeout_s=PATIENCE_S)
     await _grow(system)
 
 

@@ -41,15 +41,17 @@ async def test_work_of_nodes_that_are_gone_goes_to_others(tmp_path: Path) -> Non
 
 async def _one_dies_and_one_sleeps(system: System, *, killed: str, stopped: str) -> None:
     """A power cut at one volunteer's, and a PC that goes to sleep at another's, both with work in hand."""
-    sleeping = [*system.nodes[stopped].children("rollmesh_node.engine"), system.nodes[stopped].pid]
-    await system.until_run(lambda run: _leased(run, killed) > 0 and _leased(run, stopped) > 0, timeout_s=PATIENCE_S)
-    system.nodes[killed].kill(signal.SIGKILL)
-    for pid in sleeping:
-        os.kill(pid, signal.SIGSTOP)
+    sleeping = _processes_of(system, stopped)
+    orphans = system.nodes[killed].children("rollmesh_node.engine")
+    await _stop_with_work_in_hand(system, killed, stopped)
     stopped_at = trio.current_time()
+    system.nodes[killed].kill(signal.SIGKILL)
     await system.nodes[killed].wait()
-    run = await system.until_run(lambda run: not _leased(run, killed) and not _leased(run, stopped),
-                                 timeout_s=PATIENCE_S)  # fmt: skip
+    for pid in orphans:  # stopped as it is, it cannot notice that its daemon is gone
+        os.kill(pid, signal.SIGCONT)
+    run = await system.until_run(
+        lambda run: not _leased(run, killed) and not _leased(run, stopped), timeout_s=PATIENCE_S
+    )
     # Their samples went to the third node: the run goes on for more steps than what had been done could serve.
     await system.until_run(lambda later: later.step >= run.step + 4, timeout_s=PATIENCE_S)
     await trio.sleep(max(0.0, stopped_at + limits.DEAD_AFTER_S + 1 - trio.current_time()))
@@ -58,6 +60,26 @@ async def _one_dies_and_one_sleeps(system: System, *, killed: str, stopped: str)
     for pid in sleeping:
         os.kill(pid, signal.SIGCONT)
     await _contribute(system, killed, stopped)
+
+
+async def _stop_with_work_in_hand(system: System, *names: str) -> None:
+    """SIGSTOP these nodes and their engines at a moment at which each of them holds leases."""
+    with trio.fail_after(PATIENCE_S):
+        while True:
+            for pid in (pid for name in names for pid in _processes_of(system, name)):
+                os.kill(pid, signal.SIGSTOP)
+            await trio.sleep(1.5 * limits.STATUS_EVERY_S)  # what was built before is told for so long
+            run = await system.until_run(lambda _: True)
+            if all(_leased(run, name) for name in names):
+                return
+            for pid in (pid for name in names for pid in _processes_of(system, name)):
+                os.kill(pid, signal.SIGCONT)
+            await trio.sleep(0.2)
+
+
+def _processes_of(system: System, name: str) -> list[int]:
+    node = system.nodes[name]
+    return [*node.children("rollmesh_node.engine"), node.pid]
 
 
 async def _contribute(system: System, *names: str) -> None:

@@ -13,7 +13,7 @@ import trio.testing
 from rollmesh_peer.children.process import Child, ChildSpec
 from rollmesh_peer.children.supervisor import HEALTHY_S, Supervisor, restart_delay_s
 from rollmesh_protocol import limits
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, UsageError
 
 
 class FakeChild:
@@ -219,3 +219,42 @@ async def test_a_bug_in_prepare_comes_out(clock: trio.testing.MockClock) -> None
     with pytest.RaisesGroup(ZeroDivisionError):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Theatre(wrong).supervisor.run)
+
+
+async def test_a_living_child_that_refuses_to_begin_ends_the_wait(
+    clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    async def refuse(child: FakeChild) -> None:
+        await trio.sleep(2)
+        raise UsageError("there is no environment 'adition'")
+
+    theatre = Theatre(refuse)
+    nursery.start_soon(theatre.supervisor.run)
+    with pytest.raises(UsageError, match="adition"):
+        await theatre.supervisor.wait_accepted()
+    assert trio.current_time() == 2
+
+
+async def test_a_child_that_dies_at_the_beginning_is_waited_for(
+    clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    async def die_twice(child: FakeChild) -> None:
+        if child.pid < 102:
+            child.die()
+            raise await child.wait_dead()
+
+    theatre = Theatre(die_twice)
+    nursery.start_soon(theatre.supervisor.run)
+    await theatre.supervisor.wait_accepted()
+    assert theatre.supervisor.child is not None
+    assert theatre.supervisor.child.pid == 102
+
+
+async def test_a_child_that_never_begins_is_not_waited_for_for_ever(
+    clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    theatre = Theatre()
+    theatre.open_error = ChildFailed("the engine process cannot be started: no such file")
+    nursery.start_soon(theatre.supervisor.run)
+    with pytest.raises(ChildFailed, match=r"no engine process within 50 s: .*no such file"):
+        await theatre.supervisor.wait_accepted(deadline_s=50)
