@@ -16,7 +16,6 @@ import trio
 
 from rollmesh_peer.control import ask_control
 from rollmesh_peer.folders import control_sockets
-from rollmesh_peer.folders import control_sockets
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.testing.fake_learner import FakeLearner
 from rollmesh_protocol.errors import LinkLost
