@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -478,7 +479,8 @@ async def test_a_worker_killed_at_random_moments_never_leaves_wrong_weights(tmp_
 
 async def kill_after(pid: int, seconds: float) -> None:
     await trio.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it may be gone since the kill before
+        os.kill(pid, signal.SIGKILL)
 
 
 async def current(keeper: Keeper) -> tuple[bytes, int]:
