@@ -93,8 +93,10 @@ async def _contribute(system: System, *names: str) -> None:
 async def _kill_the_engine(system: System, name: str) -> None:
     """The GPU's driver, or the memory killer. The node lives on, and nothing of its leases is lost for the run."""
     node = system.nodes[name]
-    before = await system.until_run(lambda run: _leased(run, name) > 0, timeout_s=PATIENCE_S)
     (pid,) = node.children("rollmesh_node.engine")
+    os.kill(pid, signal.SIGSTOP)  # so that it has work in hand for sure
+    await trio.sleep(1.5 * limits.STATUS_EVERY_S)
+    before = await system.until_run(lambda run: _leased(run, name) > 0, timeout_s=PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
     await node.until_logged(f"(pid {pid}) was killed", timeout_s=PATIENCE_S)
     await system.until_run(lambda run: _accepted(run, name) > _accepted(before, name) + 8, timeout_s=PATIENCE_S)
