@@ -42,8 +42,9 @@ class Discipline:
             rows.insert_offence(peer, code=code, detail=detail, wall_time=wall_time),
         ]
         _log.info("%s: %s (%s)", short(peer), code, detail)
+        if record.is_quarantined:  # also when it was before: a result may have been on its way through the intake
+            statements += self._book.void_node(peer, now=trio.current_time())
         if record.is_quarantined and not before.is_quarantined:
             _log.warning("%s is out of the run: %s", short(peer), record.quarantined_for)
-            statements += self._book.void_node(peer, now=trio.current_time())
             self._on_quarantine(peer)
         await self._ledger.commit(*statements)

@@ -90,6 +90,7 @@ class Intake:
 
     async def _receive(self, node: Node, result: Result, *, digest: bytes) -> bytes:
         lease = await self._find(result.lease_id)
+        self._nodes.admitted(node.peer)  # it may have been put into quarantine meanwhile
         if lease is None:
             raise await self._offence(node, Refused("lease.unknown"), rollouts=0)
         if lease.node != node.peer:

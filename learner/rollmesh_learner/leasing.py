@@ -36,7 +36,8 @@ _WAIT_FOR_WORK_S: Final = 0.5
 """Short, because the next step may free a whole batch of work; an answer costs a few hundred bytes."""
 _WATCH_S: Final = 1.0
 WEIGHTS_MOVED_ON: Final = "node.weights"
-"""The code of leases that came back because the node had newer weights by then: no reason to prefer others."""
+"""The code of leases that came back because the node had newer weights by then: no reason to prefer others, where
+there are newer weights; and then it gets no more for the old ones, or it could hold work up by taking it to and fro."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,9 @@ class LeaseDesk:
         for lease_id in asked.lease_ids:
             lease = self._book.leases.get(lease_id)
             if lease is not None and lease.node == peer and lease.state == "open":
-                blame = asked.code != WEIGHTS_MOVED_ON
+                blame = asked.code != WEIGHTS_MOVED_ON or lease.version >= self._versions.head.version
+                if not blame:
+                    node.moved_past = max(node.moved_past, lease.version)
                 statements += self._book.end_lease(lease, "returned", now=now, blame=blame)
                 returned += 1
         if statements:
@@ -135,6 +138,9 @@ class LeaseDesk:
         held = self._versions.by_root(asked.root_held) if asked.root_held else None
         if held is None or not self._book.is_young(held.step):
             why = f"the weights of version {self._versions.head.version}: there is no work for older ones"
+            return (), Wait(seconds=_WAIT_FOR_WEIGHTS_S, why=why)
+        if held.version <= node.moved_past:
+            why = f"weights newer than version {node.moved_past}, for which it gave leases back"
             return (), Wait(seconds=_WAIT_FOR_WEIGHTS_S, why=why)
         holding = self._book.outstanding(node.peer)
         size = self._book.rules.samples_per_group

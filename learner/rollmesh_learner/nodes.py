@@ -46,6 +46,8 @@ class Node:
     accepted_tokens: int = 0
     last_result_at: float = 0.0
     last_accepted_at: float | None = None
+    moved_past: int = 0
+    """The newest version for which it gave leases back because it had newer weights."""
     failures: int = 0
     """Times that leases ran out since a result was accepted."""
     failed_at: float = 0.0

@@ -24,6 +24,7 @@ from rollmesh_protocol.messages import Invite, Pass
 from tests.support.attacker import Attacker, open_attacker
 from tests.support.system import Daemon, System, open_system
 
+pytestmark = pytest.mark.timeout(240)
 SEED = "node.role=seed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ PATIENCE_S = 120.0
 """Of one wait; a quiet machine needs a few seconds, and DEAD_AFTER_S where a node falls silent."""
 LONG = ("leases.min_duration_s=120", "leases.max_duration_s=120")
 """Leases that do not run out by themselves while the test lasts."""
+GROUPS = 8
+"""A step; with S = 2 there is work for every node at every time."""
 
 
 @pytest.mark.timeout(600)
 async def test_work_of_nodes_that_are_gone_goes_to_others(tmp_path: Path) -> None:
-    with open_system(tmp_path, *LONG, steps=100_000) as system:
-        chronicle = Chronicle(system)
+    with open_system(tmp_path, *LONG, f"rollouts.groups_per_step={GROUPS}", steps=100_000) as system:
+        chronicle = Chronicle(system, groups_per_step=GROUPS)
         for name in ("north", "south", "east"):
             await system.add_node(name)
         await _contribute(system, "north", "south", "east")
@@ -41,14 +44,12 @@ async def test_work_of_nodes_that_are_gone_goes_to_others(tmp_path: Path) -> Non
 
 async def _one_dies_and_one_sleeps(system: System, *, killed: str, stopped: str) -> None:
     """A power cut at one volunteer's, and a PC that goes to sleep at another's, both with work in hand."""
-    sleeping = _processes_of(system, stopped)
-    orphans = system.nodes[killed].children("rollmesh_node.engine")
-    await _stop_with_work_in_hand(system, killed, stopped)
-    stopped_at = trio.current_time()
+    engines = await _stop_engines_at_work(system, killed, stopped)
     system.nodes[killed].kill(signal.SIGKILL)
+    os.kill(engines[killed], signal.SIGCONT)  # stopped, it could not notice that its daemon is gone
+    os.kill(system.nodes[stopped].pid, signal.SIGSTOP)
+    stopped_at = trio.current_time()
     await system.nodes[killed].wait()
-    for pid in orphans:  # stopped as it is, it cannot notice that its daemon is gone
-        os.kill(pid, signal.SIGCONT)
     run = await system.until_run(
         lambda run: not _leased(run, killed) and not _leased(run, stopped), timeout_s=PATIENCE_S
     )
@@ -57,29 +58,27 @@ async def _one_dies_and_one_sleeps(system: System, *, killed: str, stopped: str)
     await trio.sleep(max(0.0, stopped_at + limits.DEAD_AFTER_S + 1 - trio.current_time()))
     await system.until_run(lambda run: not _of(run, stopped).connected, timeout_s=PATIENCE_S)
     system.nodes[killed].start()
-    for pid in sleeping:
-        os.kill(pid, signal.SIGCONT)
+    _signal((engines[stopped], system.nodes[stopped].pid), signal.SIGCONT)
     await _contribute(system, killed, stopped)
 
 
-async def _stop_with_work_in_hand(system: System, *names: str) -> None:
-    """SIGSTOP these nodes and their engines at a moment at which each of them holds leases."""
+async def _stop_engines_at_work(system: System, *names: str) -> dict[str, int]:
+    """SIGSTOP the engines of these nodes at a moment at which each node has work in hand; returns their pids."""
+    engines = {name: system.nodes[name].children("rollmesh_node.engine")[0] for name in names}
     with trio.fail_after(PATIENCE_S):
         while True:
-            for pid in (pid for name in names for pid in _processes_of(system, name)):
-                os.kill(pid, signal.SIGSTOP)
+            _signal(engines.values(), signal.SIGSTOP)
             await trio.sleep(1.5 * limits.STATUS_EVERY_S)  # what was built before is told for so long
             run = await system.until_run(lambda _: True)
             if all(_leased(run, name) for name in names):
-                return
-            for pid in (pid for name in names for pid in _processes_of(system, name)):
-                os.kill(pid, signal.SIGCONT)
-            await trio.sleep(0.2)
+                return engines
+            _signal(engines.values(), signal.SIGCONT)  # one was loading weights, and its node asks for nothing
+            await trio.sleep(0.3)
 
 
-def _processes_of(system: System, name: str) -> list[int]:
-    node = system.nodes[name]
-    return [*node.children("rollmesh_node.engine"), node.pid]
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 async def _contribute(system: System, *names: str) -> None:
@@ -93,10 +92,8 @@ async def _contribute(system: System, *names: str) -> None:
 async def _kill_the_engine(system: System, name: str) -> None:
     """The GPU's driver, or the memory killer. The node lives on, and nothing of its leases is lost for the run."""
     node = system.nodes[name]
-    (pid,) = node.children("rollmesh_node.engine")
-    os.kill(pid, signal.SIGSTOP)  # so that it has work in hand for sure
-    await trio.sleep(1.5 * limits.STATUS_EVERY_S)
-    before = await system.until_run(lambda run: _leased(run, name) > 0, timeout_s=PATIENCE_S)
+    pid = (await _stop_engines_at_work(system, name))[name]
+    before = await system.until_run(lambda _: True)
     os.kill(pid, signal.SIGKILL)
     await node.until_logged(f"(pid {pid}) was killed", timeout_s=PATIENCE_S)
     await system.until_run(lambda run: _accepted(run, name) > _accepted(before, name) + 8, timeout_s=PATIENCE_S)

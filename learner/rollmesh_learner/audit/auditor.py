@@ -2,14 +2,15 @@
 
 The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_learner.audit.verdict`). A rollout
 drawn for audit is consumed only after it passed. A hard failure ends in quarantine: everything of that node which is
-not consumed yet is void.
+not consumed yet is void. A rollout that cannot be recomputed, whatever is wrong with it, is not used and holds up no
+other: after a failure rollouts are audited one by one, and one that keeps failing is given up.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,10 @@ from rollmesh_learner.audit.verdict import (
 )
 from rollmesh_learner.book import Book
 from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.groups import StoredRollout
+from rollmesh_learner.groups import RolloutKey, StoredRollout
 from rollmesh_learner.ledger import Ledger, Statement
 from rollmesh_learner.nodes import Nodes
+from rollmesh_peer.children.failure import CLOSED, DIED, KILLED, LATE, START
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_peer.faults import fault_point
@@ -40,6 +42,12 @@ _log = logging.getLogger("rollmesh.learner.audit")
 
 _AUDIT_S: Final = 600.0
 _MOST_AT_ONCE: Final = 64
+_AGAIN_S: Final = 0.2
+_MOST_TRIES: Final = 3
+"""Failures of one rollout by itself after which it is given up: the child says that it cannot do it ..."""
+_MOST_DEATHS: Final = 10
+"""... or dies of it, which more often is somebody else's doing."""
+_DEATHS: Final = frozenset({DIED, KILLED, LATE, START, CLOSED})
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,9 @@ class Auditor:
         self._child = child
         self._image_of = image_of
         self._work = trio.Event()
-        self._suspects: deque[Case] = deque()
+        self._suspects: dict[RolloutKey, Case] = {}
+        self._failures: Counter[RolloutKey] = Counter()
+        """By rollout, of the audits that it was part of since the last one that succeeded."""
         self.done = 0
         self.failed = 0
         self.waiting_for = ""
@@ -83,7 +93,7 @@ class Auditor:
 
     def suspect(self, rollout: StoredRollout, *, prompt: bytes) -> None:
         """Audit a rollout that was consumed already: its log-probabilities were further from ours than noise is."""
-        self._suspects.append(Case(rollout, prompt))
+        self._suspects[rollout.key] = Case(rollout, prompt)
         self.wake()
 
     async def run(self, on_audited: Callable[[], None]) -> None:
@@ -92,37 +102,53 @@ class Auditor:
             batch = self._next_batch()
             if not batch:
                 self._work = trio.Event()
-                if not self._next_batch():
-                    await self._work.wait()
+                await self._work.wait()
                 continue
             try:
                 await self._audit(batch)
             except ChildFailed as error:
                 self.waiting_for = f"audits wait: {error.detail}"
                 _log.warning("%s", self.waiting_for)
-                await trio.sleep(0.2)
+                await self._cope(batch, error)
+                await trio.sleep(_AGAIN_S)
                 continue
+            self._settled(batch)
             self.waiting_for = ""
             on_audited()
 
     def _next_batch(self) -> list[Case]:
-        """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects."""
-        batch: list[Case] = []
-        for rollout in self._book.pending("auditing"):
-            if not batch or rollout.root == batch[0].rollout.root:
-                batch.append(Case(rollout, self._book.groups[rollout.group_id].prompt.prompt))
-            if len(batch) == _MOST_AT_ONCE:
-                return batch
-        if not batch and self._suspects:
-            root = self._suspects[0].rollout.root
-            while self._suspects and self._suspects[0].rollout.root == root and len(batch) < _MOST_AT_ONCE:
-                batch.append(self._suspects.popleft())
-        return batch
+        """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects.
+
+        What was part of a failure comes after everything else, one by one.
+        """
+        prompts = self._book.groups
+        waiting = [Case(r, prompts[r.group_id].prompt.prompt) for r in self._book.pending("auditing")]
+        cases = [*waiting, *self._suspects.values()]
+        fresh = [case for case in cases if case.rollout.key not in self._failures]
+        if not fresh:
+            return cases[:1]
+        return [case for case in fresh if case.rollout.root == fresh[0].rollout.root][:_MOST_AT_ONCE]
+
+    async def _cope(self, batch: list[Case], error: ChildFailed) -> None:
+        """The child failed at ``batch``: find out by itself which rollout is to blame, and give that one up."""
+        most = _MOST_DEATHS if error.code in _DEATHS else _MOST_TRIES
+        for case in batch:
+            self._failures[case.rollout.key] += 1
+        if len(batch) == 1 and self._failures[batch[0].rollout.key] >= most:
+            await self._give_up(batch, why=error.detail)
+            self._settled(batch)
+
+    def _settled(self, batch: list[Case]) -> None:
+        for case in batch:
+            self._suspects.pop(case.rollout.key, None)
+            self._failures.pop(case.rollout.key, None)
+        for key in [key for key in self._failures if not self._book.rollout(key) and key not in self._suspects]:
+            del self._failures[key]  # void or stale meanwhile
 
     async def _audit(self, batch: list[Case]) -> None:
         image = self._image_of(batch[0].rollout.root)
         if image is None:
-            await self._give_up(batch)
+            await self._give_up(batch, why="their weights are no longer kept")
             return
         body: Body = {
             "image": str(image),
@@ -182,9 +208,9 @@ class Auditor:
         if verdict == "soft":
             await self._discipline.offend(rollout.node, code, detail=why, rollouts=0)
 
-    async def _give_up(self, batch: list[Case]) -> None:
-        """The weights are gone, so nobody can say whether the work is honest: it is not used."""
-        _log.warning("%d rollouts cannot be audited: their weights are no longer kept", len(batch))
+    async def _give_up(self, batch: list[Case], *, why: str) -> None:
+        """Nobody can say whether the work is honest: it is not used."""
+        _log.warning("%d rollouts cannot be audited: %s", len(batch), why)
         statements: list[Statement] = []
         for case in batch:
             if self._book.rollout(case.rollout.key) is not case.rollout:

@@ -61,8 +61,9 @@ def recompute(model: PreTrainedModel, claims: Sequence[Claim], *, chunk_tokens: 
             claimed = tokens[some].to(logits.device)
             values = logits.gather(-1, claimed[:, None])[:, 0].float()
             sums = values.double() + noise(seeds=chunk[0], positions=chunk[1], token_ids=claimed)
-            margins[some] = (drawn.best - sums).float().cpu().numpy()
-            logprobs[some] = (values - drawn.normalizer).cpu().numpy()
+            rows = some.numpy()  # an array of one: as a tensor, numpy would take it for a plain number
+            margins[rows] = (drawn.best - sums).float().cpu().numpy()
+            logprobs[rows] = (values - drawn.normalizer).cpu().numpy()
     ends = np.cumsum([len(completion) for completion in completions])[:-1]
     return [
         Recomputed(margins=m, logprobs=p)

@@ -69,6 +69,14 @@ def test_a_line_stays_one_line_in_json(logged):
     assert line["traceback"].endswith("ValueError: two\nlines")
 
 
+def test_a_strangers_words_stay_on_one_line_and_move_no_cursor(logged):
+    stream = logged(form="text")
+    event(logging.getLogger("rollmesh.node"), "joined \x1b[2J\nWARNING forged", name="a\r\nb\x9b1m\u202e", run="Zürich")
+    line = stream.getvalue()
+    assert line.count("\n") == 1 and line[:-1].isprintable()
+    assert "joined \\x1b[2J\\nWARNING forged" in line and "run=Zürich" in line
+
+
 def test_a_per_cent_sign_in_a_sentence_is_a_per_cent_sign(logged):
     stream = logged()
     event(logging.getLogger("rollmesh_node"), "50 %s done")

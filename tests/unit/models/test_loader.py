@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh_peer.models import loader
 from rollmesh_peer.models.image import layout_of, weights_of
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, Refused
 from tests.unit.models.tiny import small_config
 
 
@@ -58,6 +58,13 @@ def test_a_corrupt_image_of_the_right_length_still_loads_as_it_is(tiny, tmp_path
     image.write_bytes(bytes(tiny.layout.image_bytes))
     model = loader.load_model(tiny.config, layout=tiny.layout, image=image)
     assert all(not tensor.any() for tensor in weights_of(model).values())
+
+
+def test_a_config_of_another_size_than_the_layout_is_refused_before_a_tensor_exists(tiny):
+    """A node's limits were checked against the layout; the config alone says what would be allocated."""
+    giant = {**tiny.config, "intermediate_size": 1 << 20, "num_hidden_layers": 40}
+    with pytest.raises(Refused, match="other tensors than the layout"):
+        loader.load_model(giant, layout=tiny.layout, image=tiny.image)
 
 
 def test_a_load_that_did_not_copy_is_noticed(tiny, tmp_path, monkeypatch):

@@ -57,6 +57,15 @@ def test_another_arithmetic_leaves_small_margins(tiny, claims):
     assert found.max() < 0.5
 
 
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(1, 512), (5, 4), (9, 4)])
+def test_a_chunk_of_one_token_is_a_chunk_too(tiny, claims, tokens, chunk_tokens):
+    """A completion that ends at once, alone in its batch, or what is left over of a longer one."""
+    claim = Claim(prompt=claims[0].prompt, completion=claims[0].completion[:tokens], seed=claims[0].seed)
+    (found,) = recompute(tiny.fp32, [claim], chunk_tokens=chunk_tokens)
+    assert found.margins.shape == found.logprobs.shape == (tokens,)
+    assert (found.margins == 0).all()
+
+
 @pytest.mark.parametrize("batch", [1, 3, 12])
 def test_the_batch_changes_nothing_beyond_rounding(tiny, claims, batch):
     found = np.concatenate([margins(tiny.fp32, claims[at : at + batch]) for at in range(0, len(claims), batch)])

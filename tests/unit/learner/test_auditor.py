@@ -1,0 +1,163 @@
+"""The audit loop around its child: what follows from figures, and that no rollout holds up the others."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import trio
+
+from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.verdict import Thresholds
+from rollmesh_learner.book import Rules
+from rollmesh_peer.children.failure import DIED
+from rollmesh_protocol.errors import ChildFailed
+from tests.unit.learner.world import FakeNode, Life, World
+
+RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=2)
+
+
+class Child:
+    """Finds no fault with anything, but for the samples that a test names."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        """Rollouts in each call."""
+        self.poison: set[int] = set()
+        """Seeds at which it fails."""
+        self.code: str | None = None
+        self.failures_left = 1000
+        self.over_any: set[int] = set()
+        """Seeds at which it finds a token far off."""
+
+    @asynccontextmanager
+    async def use(self):
+        yield self
+
+    async def call(self, verb: str, body: dict, *, deadline_s: float) -> dict:
+        await trio.lowlevel.checkpoint()
+        rollouts = body["rollouts"]
+        self.asked.append(len(rollouts))
+        if self.failures_left and self.poison & {rollout["seed"] for rollout in rollouts}:
+            self.failures_left -= 1
+            raise ChildFailed("the auditor process failed: ValueError: no", code=self.code)
+        return {
+            "rollouts": [
+                {
+                    "over_low": int(r["seed"] in self.over_any), "over_high": 0, "exact_logprobs": r["logprobs"],
+                    "over_any": int(r["seed"] in self.over_any), "largest": 9.0,
+                }
+                for r in rollouts
+            ]
+        }  # fmt: skip
+
+
+@asynccontextmanager
+async def auditing(folder: Path, monkeypatch: pytest.MonkeyPatch, *, image: Path | None = Path("image")):
+    """A learner with four rollouts of one node that wait for their audit, and the loop that will do it."""
+    monkeypatch.setattr("rollmesh_learner.audit.auditor._AGAIN_S", 0.0)
+    world = World(folder, Random(0), RULES)
+    async with world.life() as life:
+        await life.stepper.settle()
+        life.put_prompts()
+        for node in world.nodes:
+            node.join(life)
+            node.hear(life.versions.head)
+        await world.nodes[0].work_off(life, groups=1)
+        await world.nodes[1].work_off(life, groups=1)
+        for rollout in [*life.book.pending("scoring")]:
+            rollout.drawn = True
+            await life.ledger.commit(*life.book.score(rollout.key, 1.0, error=None))
+        child = Child()
+        auditor = Auditor(
+            thresholds=Thresholds(), book=life.book, nodes=life.registry, ledger=life.ledger,
+            discipline=life.discipline, child=child, image_of=lambda _root: image,
+        )  # fmt: skip
+        yield life, child, auditor, world.nodes
+
+
+async def audit_all(life: Life, auditor: Auditor) -> None:
+    """Run the loop until nothing waits."""
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(auditor.run, lambda: None)
+            while [*life.book.pending("auditing")] or auditor._suspects:
+                await trio.sleep(0.001)
+            nursery.cancel_scope.cancel()
+
+
+def of(life: Life, node: FakeNode) -> list:
+    return [rollout for rollout in life.book.pending("auditing") if rollout.node == node.identity.peer]
+
+
+async def test_what_passes_is_ready_and_one_call_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        await audit_all(life, auditor)
+        assert child.asked == [4]
+        assert len([*life.book.pending("ready")]) == 4
+        assert life.registry.record_of(nodes[0].identity.peer).passed == 2
+
+
+async def test_a_hard_failure_costs_the_node_everything_and_others_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        child.over_any = {of(life, nodes[0])[0].seed}
+        await audit_all(life, auditor)
+        bad, good = (life.registry.record_of(node.identity.peer) for node in nodes)
+        assert bad.quarantined_for.startswith("result.sampling: a token lies 9.0 below")
+        assert not good.is_quarantined
+        assert {rollout.node for rollout in life.book.pending("ready")} == {nodes[1].identity.peer}
+        assert await life.ledger.fetch("SELECT state, count(*) FROM rollouts GROUP BY state ORDER BY state") == [
+            ("ready", 2), ("void", 2),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "tries"), [(None, 3), (DIED, 10)])
+async def test_a_rollout_that_cannot_be_audited_is_not_used_and_holds_nobody_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: str | None, tries: int
+) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        poison = of(life, nodes[0])[0]
+        child.poison, child.code = {poison.seed}, code
+        await audit_all(life, auditor)
+        assert child.asked[0] == 4
+        assert set(child.asked[1:]) == {1}
+        assert len(child.asked) == 1 + 3 + tries - 1
+        assert len([*life.book.pending("ready")]) == 3
+        assert poison.state == "orphaned"
+        assert life.book.groups[poison.group_id].samples[poison.sample].state == "open"
+        assert not life.registry.record_of(poison.node).is_quarantined, "it may be our own fault"
+        assert auditor._failures == {}
+
+
+async def test_an_auditor_that_dies_now_and_then_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        child.poison, child.code, child.failures_left = {of(life, nodes[0])[0].seed}, DIED, 8
+        await audit_all(life, auditor)
+        assert child.failures_left == 0
+        assert len([*life.book.pending("ready")]) == 4
+        assert auditor.waiting_for == ""
+
+
+async def test_without_the_weights_nobody_can_tell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with auditing(folder, monkeypatch, image=None) as (life, child, auditor, _):
+        await audit_all(life, auditor)
+        assert child.asked == []
+        assert await life.ledger.fetch("SELECT DISTINCT state FROM rollouts") == [("orphaned",)]
+
+
+async def test_a_suspect_is_audited_after_the_fact_also_when_the_child_fails_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        suspect = of(life, nodes[0])[0]
+        await audit_all(life, auditor)
+        suspect.state = "consumed"
+        child.poison, child.code, child.failures_left = {suspect.seed}, DIED, 2
+        child.over_any = {suspect.seed}
+        auditor.suspect(suspect, prompt=bytes(4))
+        await audit_all(life, auditor)
+        assert life.registry.record_of(suspect.node).is_quarantined
