@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from rollmesh_learner import rows
 from rollmesh_learner.config import Model
-from rollmesh_learner.ledger import Ledger, blob
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger, blob
 from rollmesh_peer.children.process import ChildSpec, kept_environment, open_child, python_argv
 from rollmesh_peer.folders import models_folder
 from rollmesh_peer.models.folder import ModelFolder

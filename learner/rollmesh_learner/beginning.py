@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Final
 
-from rollmesh_learner import rows
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import Crew
-from rollmesh_learner.ledger import Ledger, blob, number
-from rollmesh_learner.publisher import Publisher
-from rollmesh_learner.restore import published_versions
+from rollmesh_learner.publishing.publisher import Publisher
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger, blob, number
+from rollmesh_learner.records.restore import published_versions
 from rollmesh_peer.models.folder import CONFIG, ModelFolder
 from rollmesh_peer.weights.durable import write_file
 from rollmesh_protocol import limits

@@ -12,8 +12,7 @@ command line.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,29 +20,30 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner import restore
+from rollmesh_learner import terms
 from rollmesh_learner.audit.auditor import Auditor
-from rollmesh_learner.audit.verdict import Thresholds
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
-from rollmesh_learner.book import Book, Rules
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import Crew, answer_limits, open_crew
-from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.intake import Intake, IntakeTerms
-from rollmesh_learner.leasing import LeaseDesk, LeaseTerms
-from rollmesh_learner.ledger import Ledger, open_ledger
-from rollmesh_learner.nodes import Nodes
-from rollmesh_learner.prompting import PromptSource
-from rollmesh_learner.publisher import Publisher
+from rollmesh_learner.members.discipline import Discipline
+from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.standing import Record
+from rollmesh_learner.members.welcome import WelcomeDesk
+from rollmesh_learner.publishing.opening import open_publisher
+from rollmesh_learner.publishing.publisher import Publisher
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import restore
+from rollmesh_learner.records.ledger import Ledger, open_ledger
+from rollmesh_learner.records.summary import RunSummary, summarise, write_summary
 from rollmesh_learner.run_keys import load_run_keys
-from rollmesh_learner.scoring import Scorer
-from rollmesh_learner.standing import Record, StandingRules
 from rollmesh_learner.status import RunReporter
-from rollmesh_learner.steps import Stepper, StepPlan
-from rollmesh_learner.summary import RunSummary, summarise, write_summary
-from rollmesh_learner.versions import Versions
-from rollmesh_learner.welcome import AdmissionTerms, WelcomeDesk
+from rollmesh_learner.steps import Stepper
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.intake import Intake
+from rollmesh_learner.work.leasing import LeaseDesk
+from rollmesh_learner.work.prompting import PromptSource
+from rollmesh_learner.work.scoring import Scorer
 from rollmesh_peer.control import serve_control
 from rollmesh_peer.folders import control_socket, private_folder, run_folder
 from rollmesh_peer.keys import hold_key
@@ -52,9 +52,7 @@ from rollmesh_peer.mesh.host import HostOptions, check_listen, open_mesh
 from rollmesh_peer.mesh.requests import Handle, Route, Router
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.passes import PassBook
-from rollmesh_peer.weights.ram import open_place
 from rollmesh_peer.weights.sharing import Sharing
-from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol import limits, streams
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.messages import RunCard
@@ -67,8 +65,6 @@ PROMPTS_AHEAD_STEPS: Final = 3
 """Steps' worth of prompts made in advance."""
 LEARNER_PLACES: Final = 256
 """Requests worked on at one time; a place is held for milliseconds."""
-SPARE_IMAGES: Final = 3
-"""Images in memory beside the ring: the one being exported, the one being encoded, and one of slack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +102,10 @@ async def run_learner(
             model = await base_of_run(ledger, config.model)
             async with (
                 open_crew(config, model=model, folder=folder) as hands,
-                _open_publisher(config, run=run, identity=identity, folder=folder, hands=hands) as (publisher, exports),
+                open_publisher(config, run=run, identity=identity, folder=folder, layout=hands.layout) as (
+                    publisher,
+                    exports,
+                ),
             ):
                 base_root = await begin(ledger, publisher, hands, exports=exports)
                 card = make_card(config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands)
@@ -115,32 +114,6 @@ async def run_learner(
                     exports=exports, card=card, records=await restore.load_records(ledger), software=software,
                 )  # fmt: skip
                 return await learner.run(on_ready=on_ready, stop=stop)
-
-
-@asynccontextmanager
-async def _open_publisher(
-    config: LearnerConfig, *, run: str, identity: Identity, folder: Path, hands: Crew
-) -> AsyncIterator[tuple[Publisher, Path]]:
-    """The publisher with its worker process, and the folder in memory where its images lie."""
-    ring = config.rollouts.staleness + 2
-    needed = (ring + SPARE_IMAGES) * hands.layout.image_bytes
-    ram_folder = Path(config.weights.ram_folder) if config.weights.ram_folder else None
-    with open_place(folder, ram_folder=ram_folder, needed_bytes=needed) as place:
-        async with open_workshop(hands.layout) as workshop:
-            publisher = Publisher(
-                private_folder(folder / "published"),
-                ram=place.folder,
-                run=run,
-                identity=identity,
-                layout=hands.layout,
-                workshop=workshop,
-                ring_versions=ring,
-                anchor_every=config.weights.anchor_every,
-                keep_versions=config.weights.keep_versions,
-                patch_chunk_bytes=config.weights.patch_chunk_kib * limits.KIB,
-                anchor_chunk_bytes=config.weights.anchor_chunk_kib * limits.KIB,
-            )
-            yield publisher, place.folder
 
 
 class _Learner:
@@ -170,18 +143,10 @@ class _Learner:
         self._software = software
         self._is_over = False
         keys = load_run_keys(folder)
-        rollouts = config.rollouts
         self._versions = Versions()
-        self._book = Book(
-            Rules(
-                steps=config.run.steps,
-                staleness=rollouts.staleness,
-                groups_per_step=rollouts.groups_per_step,
-                samples_per_group=rollouts.samples_per_group,
-            )
-        )
+        self._book = Book(terms.book_rules(config))
         self._book.suspend()  # until the ledger has been read
-        self._nodes = Nodes(records, max_nodes=config.network.max_nodes, rules=_standing_rules(config))
+        self._nodes = Nodes(records, max_nodes=config.network.max_nodes, rules=terms.standing_rules(config))
         self._passes = PassBook(
             run=card.run,
             learner=identity.peer,
@@ -194,14 +159,14 @@ class _Learner:
         self._prompts = PromptSource(
             book=self._book,
             prompter=hands.prompter,
-            ahead=PROMPTS_AHEAD_STEPS * rollouts.groups_per_step,
-            most_tokens=rollouts.max_prompt_tokens,
+            ahead=PROMPTS_AHEAD_STEPS * config.rollouts.groups_per_step,
+            most_tokens=config.rollouts.max_prompt_tokens,
         )
         self._scorer = Scorer(
             book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config)
         )
         self._auditor = Auditor(
-            thresholds=_thresholds(config),
+            thresholds=terms.thresholds(config),
             book=self._book,
             nodes=self._nodes,
             ledger=ledger,
@@ -210,14 +175,7 @@ class _Learner:
             image_of=publisher.image_of,
         )
         self._desk = LeaseDesk(
-            LeaseTerms(
-                run=card.run,
-                seed_key=keys.seed_key,
-                max_new_tokens=rollouts.max_new_tokens,
-                most_groups=config.leases.groups_at_most,
-                least_duration_s=config.leases.min_duration_s,
-                most_duration_s=config.leases.max_duration_s,
-            ),
+            terms.lease_terms(config, card=card, keys=keys),
             identity=identity,
             book=self._book,
             nodes=self._nodes,
@@ -226,14 +184,7 @@ class _Learner:
             is_over=lambda: self._is_over,
         )
         self._intake = Intake(
-            IntakeTerms(
-                run=card.run,
-                seed_key=keys.seed_key,
-                audit_key=keys.audit_key,
-                vocabulary=card.vocabulary,
-                stop_tokens=frozenset(card.stop_tokens),
-                max_new_tokens=rollouts.max_new_tokens,
-            ),
+            terms.intake_terms(config, card=card, keys=keys),
             book=self._book,
             nodes=self._nodes,
             versions=self._versions,
@@ -242,11 +193,7 @@ class _Learner:
             on_accepted=self._scorer.wake,
         )
         self._stepper = Stepper(
-            StepPlan(
-                steps=config.run.steps,
-                publish_every=rollouts.publish_every,
-                checkpoint_every=config.training.checkpoint_every,
-            ),
+            terms.step_plan(config),
             book=self._book,
             ledger=ledger,
             trainer=hands.trainer,
@@ -302,9 +249,7 @@ class _Learner:
     def _register(self, mesh: Mesh, reporter: RunReporter, sharing: Sharing) -> WelcomeDesk:
         config = self._config
         welcome = WelcomeDesk(
-            AdmissionTerms(
-                mode=config.admission.mode, allow=config.admission.allow, per_block=config.admission.per_block
-            ),
+            terms.admission_terms(config),
             card=self._card,
             identity=self._identity,
             mesh=mesh,
@@ -404,29 +349,4 @@ def _route(
         answer_bytes=answer_bytes,
         handle=handle,
         deadline_s=deadline_s,
-    )
-
-
-def _standing_rules(config: LearnerConfig) -> StandingRules:
-    audit = config.audit
-    scale = 1.0 if audit.enabled else 0.0
-    return StandingRules(
-        new_rollouts=audit.new_rollouts,
-        probation_rollouts=audit.probation_rollouts,
-        rate_new=scale * audit.rate_new,
-        rate_probation=scale * audit.rate_probation,
-        rate_steady=scale * audit.rate_steady,
-    )
-
-
-def _thresholds(config: LearnerConfig) -> Thresholds:
-    audit = config.audit
-    return Thresholds(
-        any_margin=audit.any_margin,
-        high_margin=audit.high_margin,
-        high_in_one=audit.high_in_one,
-        low_margin=audit.low_margin,
-        window_tokens=audit.window_tokens,
-        high_share=audit.high_share,
-        low_share=audit.low_share,
     )

@@ -174,7 +174,7 @@ def make_prompter(config: LearnerConfig, *, model: Path, facts: PrompterFacts) -
 
     spec = ChildSpec(
         name="prompter",
-        argv=python_argv("rollmesh_learner.prompter"),
+        argv=python_argv("rollmesh_learner.work.prompter"),
         environment=kept_environment(os.environ, ENVIRONMENT_VARIABLES),
         start_deadline_s=_START_S,
     )

@@ -8,10 +8,10 @@ from typing import Literal
 import trio
 
 from rollmesh_learner.audit.auditor import Auditor
-from rollmesh_learner.book import Book
-from rollmesh_learner.nodes import Node, Nodes
+from rollmesh_learner.members.nodes import Node, Nodes
+from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.steps import Stepper
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.work.book import Book
 from rollmesh_peer.mesh.seam import Mesh, PeerLink
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused

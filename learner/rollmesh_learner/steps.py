@@ -17,15 +17,15 @@ from typing import Final, TypeVar
 
 import trio
 
-from rollmesh_learner import rows
 from rollmesh_learner.audit.auditor import Auditor
-from rollmesh_learner.book import Book
-from rollmesh_learner.groups import Group
-from rollmesh_learner.ledger import Ledger, number
-from rollmesh_learner.metrics import MetricsFile
-from rollmesh_learner.publisher import Prepared, Publisher
+from rollmesh_learner.publishing.publisher import Prepared, Publisher
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger, number
+from rollmesh_learner.records.metrics import MetricsFile
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import Group
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol.errors import ChildFailed, HostError

@@ -23,13 +23,13 @@ TASKS = (
     "rollmesh_peer.children.sandbox",
     "rollmesh_peer.children.scorer",
     "rollmesh_peer.children.zygote",
-    "rollmesh_learner.prompter",
+    "rollmesh_learner.work.prompter",
 )
 ALLOWED = {
     "torch": TORCH,
     "transformers": TORCH,
     "safetensors": TORCH,
-    "tokenizers": ("rollmesh_learner.model_text", "rollmesh_learner.prompter"),
+    "tokenizers": ("rollmesh_learner.work.model_text", "rollmesh_learner.work.prompter"),
     "reasoning_gym": TASKS,
     "matplotlib": ("rollmesh_learner.training.plot",),
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rollmesh_learner.model_text import ModelText
-from rollmesh_learner.prompter import Mix
+from rollmesh_learner.work.model_text import ModelText
+from rollmesh_learner.work.prompter import Mix
 from rollmesh_peer.children.process import ChildSpec, open_child, python_argv
 from rollmesh_protocol.environments.interface import Item
 from rollmesh_protocol.errors import ChildFailed, UsageError
@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-SPEC = ChildSpec(name="prompter", argv=python_argv("rollmesh_learner.prompter"), start_deadline_s=30.0)
+SPEC = ChildSpec(name="prompter", argv=python_argv("rollmesh_learner.work.prompter"), start_deadline_s=30.0)
 
 
 def make_folder(folder: Path, **files: object) -> Path:
@@ -108,7 +108,7 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     import subprocess
 
     heavy = ("torch", "transformers", "trio")
-    code = f"import sys, rollmesh_learner.prompter; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, rollmesh_learner.work.prompter; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -24,7 +24,7 @@ ASKS_THE_TRAINER = ("training step", "saving a checkpoint of step", "publishing 
 """What a status says while the learner waits for an answer of the trainer."""
 OTHERS = {
     "auditor": "rollmesh_learner.audit.process",
-    "prompter": "rollmesh_learner.prompter",
+    "prompter": "rollmesh_learner.work.prompter",
     "scorer": "rollmesh_peer.children.scorer",
     "weights worker": "rollmesh_peer.weights.worker",
 }

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollmesh_learner import rows
-from rollmesh_learner.ledger import open_ledger
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import open_ledger
 from rollmesh_peer.testing.letters import NAME as LETTERS
 from rollmesh_peer.testing.tiny_model import prepare_tiny
 from tests.support.system import open_system

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh_learner.published import Sealed, rebuild
+from rollmesh_learner.publishing.published import Sealed, rebuild
 from rollmesh_peer import faults
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_protocol.edges import cheapest_path

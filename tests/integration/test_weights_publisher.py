@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh_learner.published import NOTHING
-from rollmesh_learner.publisher import Prepared, Publisher
+from rollmesh_learner.publishing.published import NOTHING
+from rollmesh_learner.publishing.publisher import Prepared, Publisher
 from rollmesh_peer import faults
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.workshop import open_workshop

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from rollmesh_learner.publisher import Publisher
+from rollmesh_learner.publishing.publisher import Publisher
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.keeper import open_keeper

@@ -124,6 +124,7 @@ class System:
         home.mkdir(parents=True, exist_ok=True)
         given = (
             f"node.name={name}",
+            "log.level=debug",
             "engine.threads=1",
             'network.listen=["/ip4/127.0.0.1/tcp/0"]',
             *settings,

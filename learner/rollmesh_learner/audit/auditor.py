@@ -26,11 +26,11 @@ from rollmesh_learner.audit.verdict import (
     judge_window,
     keep_recent,
 )
-from rollmesh_learner.book import Book
-from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.groups import RolloutKey, StoredRollout
-from rollmesh_learner.ledger import Ledger, Statement
-from rollmesh_learner.nodes import Nodes
+from rollmesh_learner.members.discipline import Discipline
+from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.records.ledger import Ledger, Statement
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import RolloutKey, StoredRollout
 from rollmesh_peer.children.failure import CLOSED, DIED, KILLED, LATE, START
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.supervisor import Supervisor

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rollmesh_learner.summary import NodeAccount, RunSummary
+from rollmesh_learner.records.summary import NodeAccount, RunSummary
 from rollmesh_peer.status.words import count
 from rollmesh_protocol.status import NodeStatus
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.groups import Group, RolloutKey, StoredRollout
+from rollmesh_learner.work.groups import Group, RolloutKey, StoredRollout
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.process import Child, ChildSpec
 from rollmesh_peer.children.supervisor import Supervisor

@@ -121,7 +121,7 @@ class Swarm:
         self._totals = replace(self._totals, fetches=self._totals.fetches + 1, seconds=self._totals.seconds + took_s)
         if self._fetch_ended:
             self._fetch_ended(frozenset(tally.chunks))
-        log.info(
+        log.debug(
             "fetched version %d: %d bytes in %.2f s, %d of %d chunks from peers",
             manifest.version, manifest.payload_bytes, took_s,
             tally.chunks.total() - tally.chunks[self._around.learner], tally.chunks.total(),

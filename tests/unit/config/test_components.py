@@ -9,7 +9,7 @@ import pytest
 from rollmesh_learner.audit.verdict import Thresholds
 from rollmesh_learner.config import Audit, Environment, LearnerConfig, Rollouts, Run, Scoring, Trust, load_config
 from rollmesh_learner.config import Model as BaseModel
-from rollmesh_learner.standing import StandingRules
+from rollmesh_learner.members.standing import StandingRules
 from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_node.config import NodeConfig

@@ -44,7 +44,7 @@ def test_text_has_the_part_the_sentence_and_the_fields(logged):
 
 def test_json_lines_keep_everything(logged):
     stream = logged(form="json")
-    event(logging.getLogger("rollmesh_learner.intake"), "result refused", peer=PEER, code="result.root", time=5)
+    event(logging.getLogger("rollmesh_learner.work.intake"), "result refused", peer=PEER, code="result.root", time=5)
     line = json.loads(stream.getvalue())
     assert line.pop("time") > 1.6e9
     assert line == {

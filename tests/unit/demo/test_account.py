@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollmesh_learner.demo.account import findings, read_account, summary_of
-from rollmesh_learner.summary import NodeAccount, RunSummary, write_summary
+from rollmesh_learner.records.summary import NodeAccount, RunSummary, write_summary
 from tests.unit.status.samples import PEERS, node_status
 
 PROMISED = {

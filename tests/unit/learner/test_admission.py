@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.admission import Registrations, check_allowlist, check_block, open_hello, open_invite
+from rollmesh_learner.members.admission import Registrations, check_allowlist, check_block, open_hello, open_invite
 from rollmesh_protocol import codec, limits
 from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import Refused

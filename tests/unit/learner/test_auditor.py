@@ -11,7 +11,7 @@ import trio
 
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.audit.verdict import Thresholds
-from rollmesh_learner.book import Rules
+from rollmesh_learner.work.book import Rules
 from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol.errors import ChildFailed
 from tests.unit.learner.world import FakeNode, Life, World

@@ -10,8 +10,8 @@ import pytest
 
 from rollmesh_learner.beginning import begin
 from rollmesh_learner.crew import Crew
-from rollmesh_learner.ledger import open_ledger
-from rollmesh_learner.publisher import Publisher
+from rollmesh_learner.publishing.publisher import Publisher
+from rollmesh_learner.records.ledger import open_ledger
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.messages import Head, PolicyHeader
 from tests.unit.learner.world import header_of

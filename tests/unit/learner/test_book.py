@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.book import RELEASE_DELAY_S, Book, Rules
-from rollmesh_learner.groups import LeaseRecord, Prompt, StoredRollout
+from rollmesh_learner.work.book import RELEASE_DELAY_S, Book, Rules
+from rollmesh_learner.work.groups import LeaseRecord, Prompt, StoredRollout
 from rollmesh_protocol.messages import Head
 
 RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=3)

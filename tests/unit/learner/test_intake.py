@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 
-from rollmesh_learner.book import Rules
+from rollmesh_learner.work.book import Rules
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import Refused

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import trio
 
-from rollmesh_learner.book import Rules
+from rollmesh_learner.work.book import Rules
 from rollmesh_protocol import limits
 from rollmesh_protocol.messages import Head, ReturnAnswer, ReturnRequest
 from tests.unit.learner.world import FakeNode, Life, World
@@ -85,7 +85,7 @@ async def test_nobody_gives_back_the_leases_of_others(folder: Path) -> None:
 async def test_a_hoarder_gets_no_more_than_its_allowance_and_then_rests(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmesh_learner.leasing._WATCH_S", 0.001)
+    monkeypatch.setattr("rollmesh_learner.work.leasing._WATCH_S", 0.001)
     async with desk(folder) as (life, node, other), trio.open_nursery() as nursery:
         nursery.start_soon(life.desk.watch)
         for lapse in (1, 2):

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollmesh_learner.ledger import SCHEMA_VERSION, Ledger, Statement, blob, number, open_ledger, real
+from rollmesh_learner.records.ledger import SCHEMA_VERSION, Ledger, Statement, blob, number, open_ledger, real
 from rollmesh_protocol.errors import HostError
 
 
@@ -103,7 +103,7 @@ async def test_a_disk_without_room_is_waited_for_and_nothing_is_told_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's own limit on pages stands for the disk: the same error, from the same places."""
-    monkeypatch.setattr("rollmesh_learner.ledger._RETRY_S", 0.01)
+    monkeypatch.setattr("rollmesh_learner.records.ledger._RETRY_S", 0.01)
     done: list[str] = []
 
     async def write(ledger: Ledger, name: str, size: int) -> None:
@@ -129,7 +129,7 @@ async def test_a_disk_without_room_is_waited_for_and_nothing_is_told_meanwhile(
 
 
 async def test_a_ledger_in_use_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmesh_learner.ledger._BUSY_S", 0.1)
+    monkeypatch.setattr("rollmesh_learner.records.ledger._BUSY_S", 0.1)
     path = tmp_path / "ledger.sqlite"
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("PRAGMA locking_mode=EXCLUSIVE")

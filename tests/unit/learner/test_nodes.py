@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.nodes import REST_FIRST_S, REST_MOST_S, Node, Nodes
-from rollmesh_learner.standing import Record, StandingRules
+from rollmesh_learner.members.nodes import REST_FIRST_S, REST_MOST_S, Node, Nodes
+from rollmesh_learner.members.standing import Record, StandingRules
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.messages import Hello, LeaseRequest

@@ -9,8 +9,8 @@ from typing import cast
 import trio
 import trio.testing
 
-from rollmesh_learner.book import Book, Rules
-from rollmesh_learner.prompting import PromptSource
+from rollmesh_learner.work.book import Book, Rules
+from rollmesh_learner.work.prompting import PromptSource
 from rollmesh_peer.children.failure import DIED
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_protocol.errors import ChildFailed

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 import trio
 
-from rollmesh_learner.book import Rules
-from rollmesh_learner.standing import Record
+from rollmesh_learner.members.standing import Record
+from rollmesh_learner.work.book import Rules
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.messages import Head, ReturnRequest
 from tests.unit.learner.world import FakeNode, Life, World, root_of

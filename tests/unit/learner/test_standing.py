@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.standing import (
+from rollmesh_learner.members.standing import (
     OFFENCES,
     SOFT_IN_A_ROW,
     Record,

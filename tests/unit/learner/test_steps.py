@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import trio
 
-from rollmesh_learner.book import Rules
+from rollmesh_learner.work.book import Rules
 from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol.errors import ChildFailed, HostError
 from tests.unit.learner.world import Killed, Life, World, hurry
@@ -50,7 +50,7 @@ async def test_nothing_is_lost_or_trained_twice_whatever_happens(
     for seed in range(block * 5, block * 5 + 5):
         random = Random(seed)
         fortune = Misfortune(random, kills=random.choice((0.0, 0.03, 0.08)), faults=random.choice((0.0, 0.05, 0.15)))
-        for module in ("steps", "leasing", "intake"):
+        for module in ("steps", "work.leasing", "work.intake"):
             monkeypatch.setattr(f"rollmesh_learner.{module}.fault_point", fortune)
         home = folder / f"{seed}"
         home.mkdir()

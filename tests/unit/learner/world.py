@@ -21,21 +21,21 @@ import pytest
 import trio
 from blake3 import blake3
 
-from rollmesh_learner import restore, rows
 from rollmesh_learner.audit.auditor import Auditor
-from rollmesh_learner.book import Book, Rules
-from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.groups import Group, Prompt
-from rollmesh_learner.intake import Intake, IntakeTerms
-from rollmesh_learner.leasing import LeaseDesk, LeaseTerms
-from rollmesh_learner.ledger import Ledger, open_ledger
-from rollmesh_learner.nodes import Nodes
-from rollmesh_learner.published import Entry
-from rollmesh_learner.publisher import Prepared, Publisher
-from rollmesh_learner.standing import StandingRules
+from rollmesh_learner.members.discipline import Discipline
+from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.standing import StandingRules
+from rollmesh_learner.publishing.published import Entry
+from rollmesh_learner.publishing.publisher import Prepared, Publisher
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import restore, rows
+from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_learner.steps import Stepper, StepPlan
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.work.book import Book, Rules
+from rollmesh_learner.work.groups import Group, Prompt
+from rollmesh_learner.work.intake import Intake, IntakeTerms
+from rollmesh_learner.work.leasing import LeaseDesk, LeaseTerms
 from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope, seal
@@ -511,7 +511,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the waits of the real parts short."""
     monkeypatch.setattr("rollmesh_learner.steps._AGAIN_S", 0.001)
     monkeypatch.setattr("rollmesh_learner.steps._LOOK_S", 0.002)
-    monkeypatch.setattr("rollmesh_learner.book.RELEASE_DELAY_S", 0.01)
+    monkeypatch.setattr("rollmesh_learner.work.book.RELEASE_DELAY_S", 0.01)
 
 
 async def _a_moment() -> None:

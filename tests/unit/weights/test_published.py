@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.published import NOTHING, Entry, History, Sealed, rebuild
+from rollmesh_learner.publishing.published import NOTHING, Entry, History, Sealed, rebuild
 from rollmesh_protocol import limits
 from rollmesh_protocol.edges import cheapest_path
 from rollmesh_protocol.manifest import Manifest

@@ -1,4 +1,4 @@
-"""The ledger's statements, one function each: how the state of :mod:`rollmesh_learner.groups` is written down."""
+"""The ledger's statements, one function each: how the state of :mod:`rollmesh_learner.work.groups` is written down."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rollmesh_learner.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout
-from rollmesh_learner.ledger import Statement
-from rollmesh_learner.standing import Record
+from rollmesh_learner.members.standing import Record
+from rollmesh_learner.records.ledger import Statement
+from rollmesh_learner.work.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout
 from rollmesh_protocol.messages import PolicyHeader
 
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.book import Book
-from rollmesh_learner.groups import Prompt
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import Prompt
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_protocol.errors import ChildFailed, HostError

@@ -11,11 +11,18 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner import rows
-from rollmesh_learner.admission import Mode, Registrations, check_allowlist, check_block, open_hello, open_invite
-from rollmesh_learner.ledger import Ledger
-from rollmesh_learner.nodes import Nodes
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.members.admission import (
+    Mode,
+    Registrations,
+    check_allowlist,
+    check_block,
+    open_hello,
+    open_invite,
+)
+from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger
 from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.introductions import introduce
 from rollmesh_protocol import limits

@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import trio
 
-from rollmesh_learner import rows
-from rollmesh_learner.book import Book
-from rollmesh_learner.ledger import Ledger
-from rollmesh_learner.nodes import Nodes
+from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger
+from rollmesh_learner.work.book import Book
 from rollmesh_protocol.identity import short
 
 _log = logging.getLogger("rollmesh.learner.standing")
 
 
 class Discipline:
-    """Applies :mod:`rollmesh_learner.standing` to the book and the ledger."""
+    """Applies :mod:`rollmesh_learner.members.standing` to the book and the ledger."""
 
     def __init__(self, *, book: Book, nodes: Nodes, ledger: Ledger, on_quarantine: Callable[[str], None]) -> None:
         self._book = book

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from rollmesh_learner.published import History
+from rollmesh_learner.publishing.published import History
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.worker_calls import Step, step_of

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import trio
 from blake3 import blake3
 
-from rollmesh_learner import rows
 from rollmesh_learner.audit.draw import is_drawn
-from rollmesh_learner.book import Book
-from rollmesh_learner.discipline import Discipline
-from rollmesh_learner.groups import LeaseRecord, StoredRollout
-from rollmesh_learner.ledger import Ledger
-from rollmesh_learner.nodes import Node, Nodes
-from rollmesh_learner.restore import recall_lease
-from rollmesh_learner.standing import audit_rate
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.members.discipline import Discipline
+from rollmesh_learner.members.nodes import Node, Nodes
+from rollmesh_learner.members.standing import audit_rate
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger
+from rollmesh_learner.records.restore import recall_lease
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import LeaseRecord, StoredRollout
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope

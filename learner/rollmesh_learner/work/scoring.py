@@ -14,9 +14,9 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.book import Book
-from rollmesh_learner.groups import StoredRollout
-from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.records.ledger import Ledger
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import StoredRollout
 from rollmesh_peer.children.confinement import AnswerLimits
 from rollmesh_peer.children.score import Score
 from rollmesh_peer.children.scoring import score

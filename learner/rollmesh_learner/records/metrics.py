@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from rollmesh_learner.ledger import Ledger
+from rollmesh_learner.records.ledger import Ledger
 from rollmesh_peer.weights.durable import disk_errors, write_file
 from rollmesh_protocol.errors import HostError
 

@@ -1,4 +1,4 @@
-"""The prompter child: ``python -m rollmesh_learner.prompter``. It makes prompts and turns completions into text.
+"""The prompter child: ``python -m rollmesh_learner.work.prompter``. It makes prompts and turns completions into text.
 
 The invariant: prompt number ``index`` is a function of (environments, weights, seed, index) and the model folder, so a
 learner that was killed makes the same prompts again. It is a child because tokenizers, templates and environments are
@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from rollmesh_learner.model_text import ModelText
+from rollmesh_learner.work.model_text import ModelText
 from rollmesh_peer.children.child import run_child, take_pipes
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.plugins import fix_hash_seed, load_environment

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollmesh_learner import restore
-from rollmesh_learner.ledger import Ledger, number, real
-from rollmesh_learner.standing import Record
+from rollmesh_learner.members.standing import Record
+from rollmesh_learner.records import restore
+from rollmesh_learner.records.ledger import Ledger, number, real
 from rollmesh_peer.weights.durable import write_file
 
 

@@ -18,12 +18,12 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
-from rollmesh_learner import rows
-from rollmesh_learner.book import Book
-from rollmesh_learner.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
-from rollmesh_learner.ledger import Ledger, Row, Statement, blob, number, real
-from rollmesh_learner.standing import Record
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.members.standing import Record
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Ledger, Row, Statement, blob, number, real
+from rollmesh_learner.work.book import Book
+from rollmesh_learner.work.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
 from rollmesh_protocol.messages import Head
 
 _log = logging.getLogger("rollmesh.learner.restore")

@@ -5,8 +5,8 @@ Every change that the outside world may hear of (a receipt, a lease, a batch, a 
 the thread puts what is waiting into one transaction (group commit). A disk that is full or fails is retried until it
 works again, and says so: nothing is acknowledged meanwhile and nothing is lost.
 
-This module knows tables and durability, not rules; :mod:`rollmesh_learner.book` holds the rules, and
-:mod:`rollmesh_learner.restore` turns rows back into it.
+This module knows tables and durability, not rules; :mod:`rollmesh_learner.work.book` holds the rules, and
+:mod:`rollmesh_learner.records.restore` turns rows back into it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rollmesh_learner.standing import Record, StandingRules, as_message
+from rollmesh_learner.members.standing import Record, StandingRules, as_message
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import short

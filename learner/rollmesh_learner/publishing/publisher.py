@@ -21,8 +21,8 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.published import Entry, History, Sealed, rebuild
-from rollmesh_learner.ring import Ring
+from rollmesh_learner.publishing.published import Entry, History, Sealed, rebuild
+from rollmesh_learner.publishing.ring import Ring
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.edge_store import EdgeStore

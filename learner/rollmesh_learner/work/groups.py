@@ -1,6 +1,6 @@
 """What the learner keeps in mind about its work: groups of samples, the leases on them, and the rollouts that came.
 
-Plain mutable state without rules; only :mod:`rollmesh_learner.book` changes it. Rows of the ledger mirror it.
+Plain mutable state without rules; only :mod:`rollmesh_learner.work.book` changes it. Rows of the ledger mirror it.
 """
 
 from __future__ import annotations

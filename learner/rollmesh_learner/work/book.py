@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollmesh_learner import rows
-from rollmesh_learner.groups import (
+from rollmesh_learner.records import rows
+from rollmesh_learner.records.ledger import Statement
+from rollmesh_learner.work.groups import (
     Group,
     LeaseRecord,
     LeaseState,
@@ -28,7 +29,6 @@ from rollmesh_learner.groups import (
     StoredRollout,
     Tally,
 )
-from rollmesh_learner.ledger import Statement
 from rollmesh_protocol.messages import Head
 from rollmesh_protocol.staleness import age, group_budget, is_admissible
 

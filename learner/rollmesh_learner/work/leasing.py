@@ -16,11 +16,11 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.book import Book, Offer
-from rollmesh_learner.groups import LeaseRecord
-from rollmesh_learner.ledger import Ledger, Statement
-from rollmesh_learner.nodes import Node, Nodes
-from rollmesh_learner.versions import Versions
+from rollmesh_learner.members.nodes import Node, Nodes
+from rollmesh_learner.publishing.versions import Versions
+from rollmesh_learner.records.ledger import Ledger, Statement
+from rollmesh_learner.work.book import Book, Offer
+from rollmesh_learner.work.groups import LeaseRecord
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal

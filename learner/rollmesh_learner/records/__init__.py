@@ -1,0 +1,1 @@
+"""What outlives the process: the ledger, its rows, going back to a checkpoint, and the accounts of a run."""

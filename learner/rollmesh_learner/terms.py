@@ -1,0 +1,76 @@
+"""From the operator's configuration to what each part is told: one function a part, so that no part reads the whole."""
+
+from __future__ import annotations
+
+from rollmesh_learner.audit.verdict import Thresholds
+from rollmesh_learner.config import LearnerConfig
+from rollmesh_learner.members.standing import StandingRules
+from rollmesh_learner.members.welcome import AdmissionTerms
+from rollmesh_learner.run_keys import RunKeys
+from rollmesh_learner.steps import StepPlan
+from rollmesh_learner.work.book import Rules
+from rollmesh_learner.work.intake import IntakeTerms
+from rollmesh_learner.work.leasing import LeaseTerms
+from rollmesh_protocol.messages import RunCard
+
+
+def book_rules(config: LearnerConfig) -> Rules:
+    """What the book of work goes by."""
+    return config.rollouts.to(Rules, steps=config.run.steps)
+
+
+def step_plan(config: LearnerConfig) -> StepPlan:
+    """When to publish, to save and to stop."""
+    return StepPlan(
+        steps=config.run.steps,
+        publish_every=config.rollouts.publish_every,
+        checkpoint_every=config.training.checkpoint_every,
+    )
+
+
+def lease_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> LeaseTerms:
+    """What every lease says."""
+    return LeaseTerms(
+        run=card.run,
+        seed_key=keys.seed_key,
+        max_new_tokens=config.rollouts.max_new_tokens,
+        most_groups=config.leases.groups_at_most,
+        least_duration_s=config.leases.min_duration_s,
+        most_duration_s=config.leases.max_duration_s,
+    )
+
+
+def intake_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> IntakeTerms:
+    """What results are checked against."""
+    return IntakeTerms(
+        run=card.run,
+        seed_key=keys.seed_key,
+        audit_key=keys.audit_key,
+        vocabulary=card.vocabulary,
+        stop_tokens=frozenset(card.stop_tokens),
+        max_new_tokens=config.rollouts.max_new_tokens,
+    )
+
+
+def admission_terms(config: LearnerConfig) -> AdmissionTerms:
+    """Who may join."""
+    return config.admission.to(AdmissionTerms)
+
+
+def standing_rules(config: LearnerConfig) -> StandingRules:
+    """How much of a node's work is audited; nothing where audits are switched off."""
+    rules = config.audit.to(StandingRules)
+    if config.audit.enabled:
+        return rules
+    return StandingRules(
+        new_rollouts=rules.new_rollouts,
+        probation_rollouts=rules.probation_rollouts,
+        rate_new=0.0,
+        rate_probation=0.0,
+        rate_steady=0.0,
+    )
+
+
+def thresholds(config: LearnerConfig) -> Thresholds:
+    """Where honest noise ends."""
+    return config.audit.to(Thresholds)
