@@ -14,6 +14,6 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
-# A shell that starts the suite in the background leaves SIGINT ignored, and every process that a test starts inherits it.
+# A shell that starts the suite in the background leaves SIGINT ignored, and every process a test starts inherits it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
