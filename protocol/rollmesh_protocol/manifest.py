@@ -21,9 +21,9 @@ from rollmesh_protocol.record import Record
 
 EdgeKind = Literal["patch", "skip", "cumulative", "anchor"]
 
-SPARSE_CODEC: Final = "sparse-1"
+CONTEXT_CODEC: Final = "context-1"
 RAW_CODEC: Final = "raw"
-Codec = Literal["sparse-1", "raw"]
+Codec = Literal["context-1", "raw"]
 
 
 class Manifest(Record):

@@ -99,10 +99,15 @@ def token_logprobs(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int) 
 class Masters:
     """fp32 copies that AdamW works on; the model's bf16 weights follow."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, masters: list[torch.nn.Parameter] | None = None) -> None:
         self.parameters = list(model.parameters())
-        self.masters = [torch.nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.masters = masters or [torch.nn.Parameter(p.detach().float()) for p in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Use another learning rate from the next step on."""
+        for group in self.adam.param_groups:
+            group["lr"] = rate
 
     def step(self) -> float:
         for parameter, master in zip(self.parameters, self.masters, strict=True):

@@ -16,7 +16,7 @@ from rollmesh_learner.publishing.published import Sealed, rebuild
 from rollmesh_peer import faults
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_protocol.edges import cheapest_path
-from rollmesh_protocol.patch import apply_patch
+from rollmesh_protocol.patch.codec import apply_patch
 from tests.integration.weights_programs import BASE, LAYOUT, announced, pack, reserved
 from tests.unit.weights.kit import LEARNER, RUN, nudged, root_of
 

@@ -19,7 +19,7 @@ from rollmesh_protocol.edges import cheapest_path
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.manifest import Edge
 from rollmesh_protocol.messages import Head
-from rollmesh_protocol.patch import apply_patch
+from rollmesh_protocol.patch.codec import apply_patch
 from tests.unit.weights.kit import LEARNER, MIXED, RUN, nudged, random_image, root_of, write
 
 BASE = random_image(MIXED, 1)
@@ -189,7 +189,7 @@ async def test_anchors_come_now_and_then_and_old_things_go(run: Run) -> None:
         check(publisher, run, versions=6)
 
 
-async def test_after_an_anchor_the_older_images_are_made_backwards(run: Run) -> None:
+async def test_images_older_than_the_newest_anchor_are_made_from_the_one_before(run: Run) -> None:
     run.anchor_every = 4
     async with run.opened() as publisher:
         await run.base(publisher)

@@ -33,7 +33,7 @@ from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.layout import Layout
-from rollmesh_protocol.manifest import RAW_CODEC, SPARSE_CODEC, Edge, Manifest, manifest_name
+from rollmesh_protocol.manifest import CONTEXT_CODEC, RAW_CODEC, Edge, Manifest, manifest_name
 from rollmesh_protocol.messages import Head, PolicyHeader
 
 log = logging.getLogger("rollmesh.learner.publisher")
@@ -185,7 +185,7 @@ class Publisher:
                 kind="patch",
                 parent=self.head.root,
                 root=found.root,
-                codec=SPARSE_CODEC,
+                codec=CONTEXT_CODEC,
                 layout=self._layout.digest,
                 chunk_bytes=self._patch_chunk_bytes,
                 payload_bytes=found.payload_bytes,

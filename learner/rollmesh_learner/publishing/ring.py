@@ -1,8 +1,8 @@
 """The images of the last published versions, in memory, for the encoder and for auditors.
 
 An image never changes once it is here, and leaves when newer versions have taken its place (whoever has mapped it keeps
-what is mapped). After a restart the ring is made anew from the newest anchor: forwards along patches, and backwards
-too, since a patch undoes itself.
+what is mapped). After a restart the ring is made anew, forwards along patches from the newest anchor that is no newer
+than the oldest image wanted; patches do not lead back. Where there is only a newer one, what lies before it is missing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Ring:
         """
         entries = history.entries
         first = max(0, len(entries) - count)
-        for position in reversed(history.anchor_positions()):
+        positions = history.anchor_positions()
+        for position in [*reversed([p for p in positions if p <= first]), *(p for p in positions if p > first)]:
             anchor = entries[position].anchor
             assert anchor is not None
             start = max(position, first)
@@ -91,8 +92,6 @@ class Ring:
                     entries[index].head.root, self._images[before.head.root], before.tensors or b"", steps
                 ):
                     return False
-            for index in range(start - 1, first - 1, -1):
-                await self._make_backwards(history, index)
             return True
         return False
 
@@ -113,16 +112,6 @@ class Ring:
             return False
         self._images[root] = target
         return True
-
-    async def _make_backwards(self, history: History, index: int) -> None:
-        """The image of an entry from the one after it. Without it some audits cannot be done, and no more is lost."""
-        here, after = history.entries[index], history.entries[index + 1]
-        source = self._images.get(after.head.root)
-        if here.tensors is None or after.patch is None or source is None:
-            return
-        patch = after.patch
-        step = step_of(patch.manifest, self._store.payload_path(patch.name), tensors=here.tensors)
-        await self._make(here.head.root, source, after.tensors or b"", (step,))
 
 
 def _move(source: Path, target: Path) -> None:

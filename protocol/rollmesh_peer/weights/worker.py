@@ -2,7 +2,8 @@
 
 It works on images in place through shared mappings and holds nothing between calls but the layout. An image counts
 only once its tensors' digests were compared; what a killed worker leaves behind is for the keeper to discard. Numpy,
-blake3 and zstandard only. Run as ``python -m rollmesh_peer.weights.worker`` by :mod:`rollmesh_peer.weights.workshop`.
+numba, blake3 and zstandard only. Run as ``python -m rollmesh_peer.weights.worker`` by
+:mod:`rollmesh_peer.weights.workshop`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -37,10 +39,41 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.layout import Layout
 from rollmesh_protocol.manifest import split_digests
-from rollmesh_protocol.patch import apply_patch, encode_patch
+from rollmesh_protocol.patch.codec import Flips, decoded, encode_patch
 
+UNDO_BYTES: Final = 256 << 20
+"""Of flips kept for undoing: more than 40 million changed weights. Beyond, the keeper makes the image anew."""
 _PARALLEL_BYTES: Final = 1 << 20
 """Tensors below this are digested faster by one thread."""
+
+
+class UndoLog:
+    """The flips of a change that is under way, in memory, up to ``most_bytes`` of them; they are their own inverse."""
+
+    def __init__(self, *, most_bytes: int = UNDO_BYTES) -> None:
+        self._flips: list[Flips] = []
+        self._room = most_bytes
+        self._is_given_up = False
+
+    def add(self, flips: Flips) -> None:
+        """Note what is going to be flipped."""
+        self._room -= flips.positions.nbytes + flips.bits.nbytes
+        if self._room < 0:
+            self.give_up()
+        if not self._is_given_up:
+            self._flips.append(flips)
+
+    def give_up(self) -> None:
+        """What happens now cannot be undone from here: an anchor overwrites, or the change is too large."""
+        self._is_given_up = True
+        self._flips.clear()
+
+    def lead_back(self, image: memoryview) -> bool:
+        """Undo everything, last first. False where that is not possible."""
+        for flips in reversed(self._flips):
+            flips.apply(image)
+        self._flips.clear()
+        return not self._is_given_up
 
 
 class WeightsWorker:
@@ -49,6 +82,7 @@ class WeightsWorker:
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._threads = 1
+        self._executor: ThreadPoolExecutor | None = None
 
     @property
     def layout(self) -> Layout:
@@ -61,6 +95,7 @@ class WeightsWorker:
         call = OpenCall.read(body)
         self._layout = _WireLayout.decode(call.layout, limit=limits.CARD_BYTES)
         self._threads = call.threads
+        self._executor = ThreadPoolExecutor(call.threads, thread_name_prefix="block") if call.threads > 1 else None
         return Done().model_dump()
 
     def digest(self, body: Body) -> Body:
@@ -80,7 +115,7 @@ class WeightsWorker:
         call = EncodeCall.read(body)
         length = self.layout.image_bytes
         with _mapped(call.old, length=length) as old, _mapped(call.new, length=length) as new:
-            payload = encode_patch(self.layout, old=old, new=new) or b""
+            payload = encode_patch(self.layout, old=old, new=new, executor=self._executor) or b""
             tensors = self._tensor_digests(new)
         fault_point("weights.encoded")
         if payload:
@@ -96,20 +131,16 @@ class WeightsWorker:
         """Advance an image; on anything wrong undo it, as far as that is possible."""
         call = ApplyCall.read(body)
         expected = call.steps[-1].tensors
-        done: list[Step] = []
+        undo = UndoLog()
         touched: set[int] = set()
         with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
             try:
                 for step in call.steps:
-                    if step.is_anchor:
-                        done.append(step)
-                    touched.update(self._apply_step(image, step))
-                    if not step.is_anchor:
-                        done.append(step)
+                    touched.update(self._apply_step(image, step, undo))
                     fault_point("weights.applied")
                 self._verify(image, touched, before=call.before, after=expected)
             except (Refused, HostError) as error:
-                undone = self._undo(image, done, before=call.before)
+                undone = undo.lead_back(image) and self._is_whole(image, call.before)
                 return ApplyAnswer(
                     outcome="undone" if undone else "broken", code=error.code, detail=error.detail
                 ).model_dump()
@@ -128,7 +159,7 @@ class WeightsWorker:
         with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
             try:
                 for step in call.steps:
-                    self._apply_step(image, step)
+                    self._apply_step(image, step, UndoLog(most_bytes=0))
                 self._verify(image, None, before=b"", after=call.steps[-1].tensors if call.steps else call.tensors)
             except (Refused, HostError) as error:
                 reason = error.detail
@@ -164,17 +195,24 @@ class WeightsWorker:
         }
 
     # --- applying ----------------------------------------------------------------------------------------------------
-    def _apply_step(self, image: memoryview, step: Step) -> tuple[int, ...]:
+    def _apply_step(self, image: memoryview, step: Step, undo: UndoLog) -> set[int]:
         """One payload, its chunks verified first; the tensors that it touched."""
         with _mapped(step.payload) as payload:
             if _chunk_digests(payload, step.chunk_bytes) != step.chunks:
                 raise Refused("chunk.digest", f"{Path(step.payload).name} has changed on the disk")
-            if not step.is_anchor:
-                return apply_patch(self.layout, image, payload)
-            if len(payload) != len(image):
-                raise Refused("manifest.invalid", "an anchor that is not as long as the image")
-            image[:] = payload
-            return tuple(range(len(self.layout.tensors)))
+            if step.is_anchor:
+                if len(payload) != len(image):
+                    raise Refused("manifest.invalid", "an anchor that is not as long as the image")
+                undo.give_up()
+                image[:] = payload
+                return set(range(len(self.layout.tensors)))
+            touched: set[int] = set()
+            with contextlib.closing(decoded(self.layout, image, payload, executor=self._executor)) as blocks:
+                for flips in blocks:
+                    undo.add(flips)
+                    flips.apply(image)
+                    touched |= flips.touched
+            return touched
 
     def _verify(self, image: memoryview, touched: set[int] | None, *, before: bytes, after: bytes) -> None:
         """Refuse an image unless its tensors have the digests ``after``; only ``touched`` ones are read, None: all."""
@@ -185,17 +223,9 @@ class WeightsWorker:
             if found != expected[index]:
                 raise Refused("patch.root", f"the tensor {tensor.name} does not have the promised digest")
 
-    def _undo(self, image: memoryview, done: list[Step], *, before: bytes) -> bool:
-        """Take steps back, last first. False when the image is not what it was: anchors overwrite."""
-        if any(step.is_anchor for step in done):
-            return False
-        try:
-            for step in reversed(done):
-                self._apply_step(image, step)
-            self._verify(image, None, before=before, after=before)
-        except (Refused, HostError):
-            return False
-        return True
+    def _is_whole(self, image: memoryview, tensors: bytes) -> bool:
+        """True when every tensor has these digests."""
+        return b"".join(self._tensor_digests(image)) == tensors
 
     def _restore_slowly(self, call: RestoreCall, reason: str) -> RestoreAnswer:
         _copy(Path(call.snapshot), Path(call.image))

@@ -100,12 +100,12 @@ class Done(Record):
     """The answer of verbs that have nothing to say."""
 
 
-def step_of(manifest: Manifest, payload: Path, *, tensors: bytes | None = None) -> Step:
-    """The step along ``manifest``; with ``tensors`` (its parent's) the step backwards along it."""
+def step_of(manifest: Manifest, payload: Path) -> Step:
+    """The step along ``manifest``."""
     return Step(
         payload=str(payload),
         is_anchor=manifest.parent is None,
         chunk_bytes=manifest.chunk_bytes,
         chunks=manifest.chunks,
-        tensors=manifest.tensors if tensors is None else tensors,
+        tensors=manifest.tensors,
     )

@@ -49,7 +49,7 @@ def test_json_lines_keep_everything(logged):
     assert line.pop("time") > 1.6e9
     assert line == {
         "level": "info",
-        "part": "learner.intake",
+        "part": "learner.work.intake",
         "event": "result refused",
         "peer": PEER,
         "code": "result.root",

@@ -13,7 +13,7 @@ from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.layout import Layout, TensorSpec
 from rollmesh_protocol.manifest import Manifest, manifest_name
-from rollmesh_protocol.patch import encode_patch
+from rollmesh_protocol.patch.codec import encode_patch
 
 RUN = "run-of-the-tests"
 LEARNER = Identity(bytes(range(32)))
@@ -119,7 +119,7 @@ def sign(
         kind=kind,
         parent=parent,
         root=root_of(layout, image),
-        codec="raw" if parent is None else "sparse-1",
+        codec="raw" if parent is None else "context-1",
         layout=layout.digest,
         chunk_bytes=chunk_bytes,
         payload_bytes=len(payload),

@@ -23,7 +23,7 @@ def sealed(version: int, *, to: int, parent: int | None, payload_bytes: int = 10
     manifest = Manifest(
         run="r", version=version, step=version, kind="anchor" if parent is None else "patch",
         parent=None if parent is None else root(parent), root=root(to),
-        codec="raw" if parent is None else "sparse-1", layout=root(0), chunk_bytes=4096, payload_bytes=payload_bytes,
+        codec="raw" if parent is None else "context-1", layout=root(0), chunk_bytes=4096, payload_bytes=payload_bytes,
         chunks=bytes(32 * -(-payload_bytes // 4096)), tensors=root(to),
     )  # fmt: skip
     name = (version * 2 + (parent is None)).to_bytes(32, "big")
