@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types imports wheel contracts bench-e2e setup clean distclean
+.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch setup clean distclean
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -23,6 +23,9 @@ check: format lint types imports wheel contracts ## Check style, types, structur
 
 bench-e2e: $(READY) ## Seconds per step of Rollmesh, a plain loop and TRL on the same job
 	@$(PY) -m tests.bench.e2e --out runs/bench-e2e
+
+bench-patch: $(READY) ## Size and speed of weight patches of real steps, against the entropy bound
+	@$(PY) -m tests.bench.bench_patch --out runs/bench-patch
 
 setup: $(READY) ## Only make .venv ready
 

@@ -42,7 +42,7 @@ def main() -> int:
     chosen = parser.parse_args()
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    model = _base_model(out)
+    model = base_model(out)
     arguments = ["--model", str(model), "--steps", str(chosen.steps)]
     loop = [sys.executable, str(ROOT / "tests/bench/plain_loop.py"), *arguments]
     plain = _last_json("plain loop", loop, out / "plain.log")
@@ -116,7 +116,7 @@ def _rollmesh(out: Path, *, steps: int) -> dict:
     }
 
 
-def _base_model(out: Path) -> Path:
+def base_model(out: Path) -> Path:
     """The converted base model, as every one of the three loads it."""
     code = (
         "import sys; from pathlib import Path; from rollmesh_peer.models.base import import_base; "

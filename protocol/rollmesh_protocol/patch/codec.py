@@ -27,7 +27,7 @@ from concurrent.futures import Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import zstandard
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.layout import ITEM_BYTES, Dtype, Layout
 from rollmesh_protocol.patch import kernels
-from rollmesh_protocol.patch.blocks import DTYPES, Block, Bytes, Words, blocks_of
+from rollmesh_protocol.patch.blocks import BLOCK_ELEMENTS, DTYPES, Block, Bytes, Words, blocks_of
 from rollmesh_protocol.patch.tables import MOST_PACKED_BYTES, Histograms, Tables
 
 MAGIC: Final = b"RMP2"
@@ -53,6 +53,9 @@ _WORTH_DENSE: Final = 0.5
 
 _AHEAD: Final = 8
 """Blocks that are worked on, or done and not yet taken, at one time: what bounds the memory."""
+
+_KEPT_BYTES: Final = 128 << 20
+"""Of noted changes between counting and encoding: some ten million. Blocks beyond are walked over twice."""
 
 _Coded = tuple[int, tuple[bytes, bytes]]
 """A block's kind and its two streams."""
@@ -111,41 +114,99 @@ def encode_patch(layout: Layout, *, old: Bytes, new: Bytes, executor: Executor |
     check_length(layout, new)
     blocks = blocks_of(layout)
     totals = {dtype: Histograms.empty() for dtype in _dtypes(layout)}
-    changes = []
-    for block, (count, histograms) in zip(
-        blocks, _in_order(lambda block: _count(block, old, new), blocks, executor), strict=True
-    ):
-        changes.append(count)
+    changes: list[int] = []
+    kept: list[_Noted | None] = []
+    room = _KEPT_BYTES
+    gatherer = _Gatherer(old, new)
+    noted = _in_order(gatherer.count, blocks, executor)
+    for block, (found, histograms) in zip(blocks, noted, strict=True):
+        changes.append(len(found.kinds))
         totals[block.dtype].add(histograms)
+        room -= found.size
+        kept.append(found if room >= 0 else None)
     if not any(changes):
         return None
     tables = {dtype: Tables.fit(total, width=_width(dtype)) for dtype, total in totals.items()}
 
-    def encode(work: tuple[Block, int]) -> _Coded:
-        block, count = work
-        return _encode_block(block, count, tables[block.dtype], old, new)
+    def encode(index: int) -> _Coded:
+        block, found = blocks[index], kept[index]
+        kept[index] = None
+        return _encode_block(block, found or gatherer.gather(block), tables[block.dtype], old, new)
 
-    coded = list(_in_order(encode, list(zip(blocks, changes, strict=True)), executor))
+    coded = list(_in_order(encode, range(len(blocks)), executor))
     head = _pack_head(tables, changes, coded)
     return b"".join([_START.pack(MAGIC, len(head)), head, *(stream for _, streams in coded for stream in streams)])
 
 
-def _count(block: Block, old: Bytes, new: Bytes) -> tuple[int, Histograms]:
-    histograms = Histograms.empty()
-    changes = kernels.count_block(
-        _frozen(block.words(old)), _frozen(block.words(new)), block.starts, block.ends, _shift(block.dtype),
-        _width(block.dtype), histograms.gaps, histograms.steps, histograms.values,
-    )  # fmt: skip
-    return int(changes), histograms
+class _Noted(NamedTuple):
+    """The changes of a block, as :func:`~rollmesh_protocol.patch.kernels.gather_block` notes them."""
+
+    kinds: NDArray[np.uint8]
+    gaps: NDArray[np.uint32]
+    numbers: NDArray[np.uint32]
+    words: Words
+    met: NDArray[np.int64]
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self)
 
 
-def _encode_block(block: Block, changes: int, tables: Tables, old: Bytes, new: Bytes) -> _Coded:
-    if not changes:
+class _Scratch:
+    """Room to note all changes of a block in. Used again for the next block: fresh memory costs more than the walk."""
+
+    def __init__(self) -> None:
+        self.kinds = np.empty(BLOCK_ELEMENTS, dtype=np.uint8)
+        self.gaps = np.empty(BLOCK_ELEMENTS, dtype=np.uint32)
+        self.numbers = np.empty(BLOCK_ELEMENTS, dtype=np.uint32)
+        self.words = np.empty(BLOCK_ELEMENTS, dtype=np.uint32)
+        self.met = np.empty((2, kernels.CLASSES), dtype=np.int64)
+
+
+class _Gatherer:
+    """Walks over blocks of two images; safe to use from several threads."""
+
+    def __init__(self, old: Bytes, new: Bytes) -> None:
+        self._old = old
+        self._new = new
+        self._unused: list[_Scratch] = []
+
+    def gather(self, block: Block) -> _Noted:
+        """The changes of a block."""
+        try:
+            scratch = self._unused.pop()
+        except IndexError:
+            scratch = _Scratch()
+        before, after = _frozen(block.words(self._old)), _frozen(block.words(self._new))
+        words = scratch.words.view(after.dtype)
+        changes, classes = kernels.gather_block(
+            before, after, block.starts, block.ends, _shift(block.dtype), _width(block.dtype), scratch.kinds,
+            scratch.gaps, scratch.numbers, words, scratch.met,
+        )  # fmt: skip
+        found = _Noted(
+            kinds=scratch.kinds[:changes].copy(),
+            gaps=scratch.gaps[:changes].copy(),
+            numbers=scratch.numbers[:changes].copy(),
+            words=words[:changes].copy(),
+            met=scratch.met[:, :classes].copy(),
+        )
+        self._unused.append(scratch)
+        return found
+
+    def count(self, block: Block) -> tuple[_Noted, Histograms]:
+        """The changes of a block, and their symbols counted."""
+        found, counts = self.gather(block), Histograms.empty()
+        kernels.count_symbols(*found, _width(block.dtype), counts.gaps, counts.steps, counts.values)
+        return found, counts
+
+
+def _encode_block(block: Block, found: _Noted, tables: Tables, old: Bytes, new: Bytes) -> _Coded:
+    if not len(found.kinds):
         return UNCHANGED, (b"", b"")
     words, raw = kernels.encode_block(
-        _frozen(block.words(old)), _frozen(block.words(new)), block.starts, block.ends, _shift(block.dtype),
-        _width(block.dtype), tables.modes, tables.gap_tables, tables.step_tables, tables.frequencies, tables.cumulated,
-        changes,
+        *found, _width(block.dtype), tables.modes, tables.gap_tables, tables.step_tables, tables.frequencies,
+        tables.cumulated,
     )  # fmt: skip
     streams = words.astype("<u2").tobytes(), raw.astype("<u4").tobytes()
     if sum(map(len, streams)) > _WORTH_DENSE * block.elements * ITEM_BYTES[block.dtype]:

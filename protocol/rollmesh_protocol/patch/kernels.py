@@ -89,14 +89,16 @@ def _change(old, new, width):
     """The step as a number: magnitude less one, and the sign in the lowest bit."""
     top = np.int64(1) << (width - 1)
     full = (top << 1) - 1
-    before = (old ^ full) if old & top else (old | top)
-    after = (new ^ full) if new & top else (new | top)
-    step = after - before
-    if step >= top:
-        step -= full + 1
-    elif step < -top:
-        step += full + 1
-    return ((step - 1) << 1) if step > 0 else (((-step - 1) << 1) | 1)
+    step = _ordered(new, top, full, width) - _ordered(old, top, full, width)
+    step = ((step + top) & full) - top
+    is_negative = np.int64(step < 0)
+    return (((step ^ -is_negative) + is_negative - 1) << 1) | is_negative
+
+
+@_compiled
+def _ordered(word, top, full, width):
+    """A word in the order of floats. Without branches: signs of weights and steps are coin tosses."""
+    return word ^ (top | (-(word >> (width - 1)) & full))
 
 
 @_compiled
@@ -107,49 +109,16 @@ def _value(new, width):
 
 
 @_compiled
-def count_block(old, new, starts, ends, shift, width, gaps, steps, values):
-    """Add a block's symbols to the histograms, int64 [CLASSES, SYMBOLS] each; how many elements change.
+def gather_block(old, new, starts, ends, shift, width, kinds, gaps, numbers, words, met):
+    """Walk over a block once and note its changes, in order; how many changes there are, and how many classes are met.
 
-    ``values`` counts what ``steps`` would be if the class were coded by value. A class that was met adds one END.
+    Of each change: its class (``kinds``, uint8), the gap before it (``gaps``, uint32), its step's number (``numbers``,
+    uint32) and the new word (``words``); each has room for all elements of the block. Of each class that is met, in
+    that order: the class, and how many changes came before (``met``, int64 [2, CLASSES]).
     """
-    since = np.zeros(CLASSES, dtype=np.int64)
-    changes = np.zeros(CLASSES, dtype=np.int64)
-    for stretch in range(len(starts)):
-        for index in range(starts[stretch], ends[stretch]):
-            before = old[index]
-            kind = (before >> shift) & 255
-            after = new[index]
-            if before == after:
-                since[kind] += 1
-            else:
-                gaps[kind, _symbol(since[kind])] += 1
-                since[kind] = 0
-                changes[kind] += 1
-                steps[kind, _symbol(_change(np.int64(before), np.int64(after), width))] += 1
-                values[kind, _value(np.int64(after), width) >> (width - 8)] += 1
-    total = 0
-    for kind in range(CLASSES):
-        total += changes[kind]
-        if since[kind] or changes[kind]:
-            gaps[kind, END] += 1
-    return total
-
-
-@_compiled
-def encode_block(old, new, starts, ends, shift, width, modes, gap_tables, step_tables, frequencies, cumulated, changes):
-    """One block as (rANS words, uint16; raw bits in words, uint32).
-
-    ``gap_tables`` and ``step_tables`` (int32 [CLASSES], -1: the class never changes) name rows of ``frequencies`` and
-    ``cumulated`` (uint32 [tables, SYMBOLS]). ``changes`` is what :func:`count_block` found.
-    """
-    room = 2 * changes + CLASSES
-    tables = np.empty(room, dtype=np.int32)
-    symbols = np.empty(room, dtype=np.uint8)
-    extra = np.empty(room, dtype=np.uint32)
-    extra_bits = np.empty(room, dtype=np.uint8)
-    slots = np.zeros(CLASSES, dtype=np.int64)
-    since = np.full(CLASSES, -_NEVER, dtype=np.int64)
-    events = 0
+    classes = 0
+    changes = 0
+    since = np.full(CLASSES, -_NEVER, dtype=np.int32)  # negative until the class is met
     for stretch in range(len(starts)):
         for index in range(starts[stretch], ends[stretch]):
             before = old[index]
@@ -159,71 +128,119 @@ def encode_block(old, new, starts, ends, shift, width, modes, gap_tables, step_t
             since[kind] = count
             if before == after and count > 0:
                 continue
-            table = gap_tables[kind]
-            if count <= 0:  # the first of its class
+            if count <= 0:
                 since[kind] = 1
-                if table >= 0:
-                    slots[kind] = events
-                    tables[events] = table
-                    events += 1
+                met[0, classes] = kind
+                met[1, classes] = changes
+                classes += 1
                 if before == after:
                     continue
-            gap = since[kind] - 1
-            slot = slots[kind]
-            symbol = _symbol(gap)
-            symbols[slot] = symbol
-            extra[slot] = gap - FIRST[symbol]
-            extra_bits[slot] = RAW_BITS[symbol]
-            tables[events] = step_tables[kind]
-            if modes[kind] == VALUE_MODE:
-                number = _value(np.int64(after), width)
-                symbols[events] = number >> (width - 8)
-                extra[events] = number & ((np.int64(1) << (width - 8)) - 1)
-                extra_bits[events] = width - 8
-            else:
-                number = _change(np.int64(before), np.int64(after), width)
-                symbol = _symbol(number)
-                symbols[events] = symbol
-                extra[events] = number - FIRST[symbol]
-                extra_bits[events] = RAW_BITS[symbol]
-            events += 1
-            slots[kind] = events
-            tables[events] = table
-            events += 1
+            kinds[changes] = kind
+            gaps[changes] = since[kind] - 1
+            numbers[changes] = _change(np.int64(before), np.int64(after), width)
+            words[changes] = after
+            changes += 1
             since[kind] = 0
-    bits = 0
-    for kind in range(CLASSES):
-        if gap_tables[kind] >= 0 and since[kind] >= 0:
-            symbols[slots[kind]] = END
-            extra[slots[kind]] = 0
-            extra_bits[slots[kind]] = 0
-    for event in range(events):
-        bits += extra_bits[event]
+    return changes, classes
 
+
+@_compiled
+def count_symbols(kinds, gaps, numbers, words, met, width, gap_counts, step_counts, value_counts):
+    """Add what :func:`gather_block` noted to the histograms, int64 [CLASSES, SYMBOLS] each.
+
+    ``value_counts`` counts what ``step_counts`` would be if the class were coded by value. Each class that was met
+    adds one END.
+    """
+    for change in range(len(kinds)):
+        kind = kinds[change]
+        gap_counts[kind, _symbol(np.int64(gaps[change]))] += 1
+        step_counts[kind, _symbol(np.int64(numbers[change]))] += 1
+        value_counts[kind, _value(np.int64(words[change]), width) >> (width - 8)] += 1
+    for index in range(met.shape[1]):
+        gap_counts[met[0, index], END] += 1
+
+
+@_compiled
+def encode_block(kinds, gaps, numbers, words, met, width, modes, gap_tables, step_tables, frequencies, cumulated):
+    """The streams of what :func:`gather_block` noted: (rANS words, uint16; raw bits in words, uint32).
+
+    ``gap_tables`` and ``step_tables`` (int32 [CLASSES], -1: the class never changes) name rows of ``frequencies`` and
+    ``cumulated`` (uint32 [tables, SYMBOLS]).
+    """
+    room = 2 * len(kinds) + met.shape[1]
+    tables = np.empty(room, dtype=np.int32)
+    symbols = np.empty(room, dtype=np.uint8)
+    extra = np.empty(room, dtype=np.uint32)
+    slots = np.zeros(CLASSES, dtype=np.int64)  # where the gap that comes next in a class has its place
+    events = 0
+    bits = 0
+    classes = 0
+    for change in range(len(kinds) + 1):
+        while classes < met.shape[1] and met[1, classes] == change:
+            kind = met[0, classes]
+            classes += 1
+            if gap_tables[kind] >= 0:
+                slots[kind] = events
+                tables[events] = gap_tables[kind]
+                symbols[events] = END
+                extra[events] = 0
+                events += 1
+        if change == len(kinds):
+            break
+        kind = kinds[change]
+        symbol = _symbol(np.int64(gaps[change]))
+        symbols[slots[kind]] = symbol
+        extra[slots[kind]] = gaps[change] - FIRST[symbol]
+        bits += RAW_BITS[symbol]
+        tables[events] = step_tables[kind]
+        if modes[kind] == VALUE_MODE:
+            number = _value(np.int64(words[change]), width)
+            symbols[events] = number >> (width - 8)
+            extra[events] = number & ((np.int64(1) << (width - 8)) - 1)
+            bits += width - 8
+        else:
+            symbol = _symbol(np.int64(numbers[change]))
+            symbols[events] = symbol
+            extra[events] = numbers[change] - FIRST[symbol]
+            bits += RAW_BITS[symbol]
+        events += 1
+        slots[kind] = events
+        tables[events] = gap_tables[kind]
+        symbols[events] = END
+        extra[events] = 0
+        events += 1
+
+    is_value = np.zeros(len(frequencies), dtype=np.uint8)
+    for kind in range(CLASSES):
+        if step_tables[kind] >= 0 and modes[kind] == VALUE_MODE:
+            is_value[step_tables[kind]] = 1
     raw = np.zeros((bits + 31) // 32 + 1, dtype=np.uint32)
     position = 0
     for event in range(events):
-        if extra_bits[event]:
+        length = width - 8 if is_value[tables[event]] else np.int64(RAW_BITS[symbols[event]])
+        if length:
             word = position >> 5
             pair = np.uint64(extra[event]) << np.uint64(position & 31)
             raw[word] |= np.uint32(pair & np.uint64(0xFFFFFFFF))
             raw[word + 1] |= np.uint32(pair >> np.uint64(32))
-            position += extra_bits[event]
+            position += length
 
-    words = np.empty(events + 2, dtype=np.uint16)
-    at = len(words)
+    stream = np.empty(events + 2, dtype=np.uint16)
+    at = len(stream)
     state = np.uint64(LOWEST)
     for event in range(events - 1, -1, -1):
-        frequency = np.uint64(frequencies[tables[event], symbols[event]])
-        if state >= frequency << np.uint64(32 - PRECISION):
+        frequency = frequencies[tables[event], symbols[event]]
+        if state >= np.uint64(frequency) << np.uint64(32 - PRECISION):
             at -= 1
-            words[at] = np.uint16(state & np.uint64(0xFFFF))
+            stream[at] = np.uint16(state & np.uint64(0xFFFF))
             state >>= np.uint64(16)
-        low = np.uint64(cumulated[tables[event], symbols[event]])
-        state = ((state // frequency) << np.uint64(PRECISION)) + state % frequency + low
-    words[at - 1] = np.uint16(state & np.uint64(0xFFFF))
-    words[at - 2] = np.uint16(state >> np.uint64(16))
-    return words[at - 2 :].copy(), raw[: len(raw) - 1].copy()
+        short = np.uint32(state)  # below 2^32, and a short division is faster
+        whole = short // frequency
+        state = (np.uint64(whole) << np.uint64(PRECISION)) + np.uint64(short - whole * frequency)
+        state += np.uint64(cumulated[tables[event], symbols[event]])
+    stream[at - 1] = np.uint16(state & np.uint64(0xFFFF))
+    stream[at - 2] = np.uint16(state >> np.uint64(16))
+    return stream[at - 2 :].copy(), raw[: len(raw) - 1].copy()
 
 
 @_compiled
@@ -260,10 +277,9 @@ def _pull(state, at, words, lookup, table):
     """Take one symbol: (symbol, state, at)."""
     slot = lookup[table, state & np.uint64(TOTAL - 1)]
     state = np.uint64(((slot >> 8) & 4095) + 1) * (state >> np.uint64(PRECISION)) + np.uint64(slot >> 20)
-    if state < np.uint64(LOWEST):
-        state = (state << np.uint64(16)) | np.uint64(words[at])
-        at += 1
-    return np.int64(slot & 255), state, at
+    refilled = (state << np.uint64(16)) | np.uint64(words[at])
+    is_low = state < np.uint64(LOWEST)  # no branch: it would be a coin toss
+    return np.int64(slot & 255), refilled if is_low else state, at + is_low
 
 
 @_compiled
@@ -281,12 +297,10 @@ def _changed(before, number, mode, width):
     full = (top << 1) - 1
     if mode == VALUE_MODE:
         return (number >> 1) | ((number & 1) << (width - 1))
-    step = (number >> 1) + 1
-    if number & 1:
-        step = -step
-    ordered = (before ^ full) if before & top else (before | top)
-    ordered = (ordered + step) & full
-    return (ordered ^ top) if ordered & top else (ordered ^ full)
+    is_negative = number & 1
+    step = (((number >> 1) + 1) ^ -is_negative) + is_negative
+    ordered = (_ordered(before, top, full, width) + step) & full
+    return ordered ^ (top | (((ordered >> (width - 1)) - 1) & full))
 
 
 @_compiled
