@@ -204,6 +204,8 @@ class Weights(Section):
 
     anchor_every: Annotated[int, Unit("versions"), Field(ge=1, le=1_000_000)] = 64
     """Versions between two whole snapshots for those who join late."""
+    skip_every: tuple[Annotated[int, Unit("versions"), Field(ge=2, le=4096)], ...] = Field((8, 32), max_length=4)
+    """Patches over so many versions at once, for nodes that are slow or slept. Each takes one more image in memory."""
     patch_chunk_kib: Annotated[int, Unit("KiB"), Field(ge=4, le=1024)] = limits.PATCH_CHUNK_BYTES // limits.KIB
     """Size of the pieces in which patches travel."""
     anchor_chunk_kib: Annotated[int, Unit("KiB"), Field(ge=4, le=1024)] = limits.ANCHOR_CHUNK_BYTES // limits.KIB

@@ -36,6 +36,7 @@ class Run:
         self.version = 0
         self.anchor_every = 100
         self.keep_versions = 100
+        self.skip_every: tuple[int, ...] = ()
 
     @asynccontextmanager
     async def opened(self, *, environ: Mapping[str, str] | None = None) -> AsyncIterator[Publisher]:
@@ -53,6 +54,7 @@ class Run:
                 ring_versions=4,
                 anchor_every=self.anchor_every,
                 keep_versions=self.keep_versions,
+                skip_every=self.skip_every,
                 patch_chunk_bytes=4096,
                 anchor_chunk_bytes=8192,
             )
@@ -113,7 +115,7 @@ def check(publisher: Publisher, run: Run, *, versions: int) -> None:
     for head in run.ledger[-versions:]:
         image, path = walk(publisher, head.root, run.images[head.version])
         assert image == newest
-        assert all(edge.kind == "patch" for edge in path)
+        assert all(edge.kind != "anchor" for edge in path)
     for head in run.ledger[-4:]:
         held = publisher.image_of(head.root)
         assert held is not None
@@ -197,6 +199,70 @@ async def test_images_older_than_the_newest_anchor_are_made_from_the_one_before(
         assert publisher.history.versions_since_anchor() == 0
     async with run.opened() as publisher:
         check(publisher, run, versions=5)
+
+
+def kinds_held(publisher: Publisher) -> list[tuple[str, int]]:
+    held = [publisher.store.manifest(name) for name in publisher.store.names()]
+    return sorted((manifest.kind, manifest.version) for manifest in held if manifest is not None)
+
+
+async def test_skip_patches_lead_over_several_versions(run: Run) -> None:
+    run.skip_every = (3, 6)
+    async with run.opened() as publisher:
+        await run.base(publisher)
+        await run.publish_some(publisher, 13)
+        shortcuts = [link for link in kinds_held(publisher) if link[0] == "skip"]
+        assert shortcuts == [("skip", 4), ("skip", 7), ("skip", 7), ("skip", 10), ("skip", 13), ("skip", 13)]
+        image, path = walk(publisher, run.ledger[0].root, BASE)
+        assert image == run.images[14]
+        assert [(edge.kind, edge.version) for edge in path] == [("skip", 7), ("skip", 13), ("patch", 14)]
+        image, path = walk(publisher, run.ledger[4].root, run.images[5])
+        assert image == run.images[14]
+        assert [edge.version for edge in path] == [6, 7, 13, 14]
+        assert len(list((run.folder / "ram").iterdir())) <= 4 + 2
+    async with run.opened() as publisher:  # the ring is made along the shortcuts, and new ones follow
+        assert publisher.image_of(run.ledger[-4].root) is not None
+        assert walk(publisher, run.ledger[0].root, BASE)[0] == run.images[14]
+        await run.publish_some(publisher, 3)
+        assert ("skip", 17) in kinds_held(publisher)
+        assert walk(publisher, run.ledger[0].root, BASE)[0] == run.images[17]
+
+
+async def test_a_joiner_with_the_base_model_takes_a_cumulative_patch(run: Run) -> None:
+    run.anchor_every, run.keep_versions = 5, 5
+    async with run.opened() as publisher:
+        await run.base(publisher)
+        await run.publish_some(publisher, 22)
+        assert [link for link in kinds_held(publisher) if link[0] == "cumulative"] == [
+            ("cumulative", 16),
+            ("cumulative", 21),
+        ]
+    async with run.opened() as publisher:
+        base = root_of(MIXED, BASE)
+        assert publisher.history.position(base) is None, "the version itself is long forgotten"
+        image, path = walk(publisher, base, BASE)
+        assert image == run.images[23]
+        assert [(edge.kind, edge.version) for edge in path] == [("cumulative", 21), ("patch", 22), ("patch", 23)]
+        await run.publish_some(publisher, 5)
+        assert ("cumulative", 26) in kinds_held(publisher)
+
+
+async def test_a_shortcut_that_cannot_be_written_costs_nothing_but_itself(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.skip_every = (2,)
+    async with run.opened() as publisher:
+        await run.base(publisher)
+
+        async def refuse(*_arguments: object, **_options: object) -> None:
+            raise HostError("no space left")
+
+        monkeypatch.setattr(publisher, "_write_shortcut", refuse)
+        await run.publish_some(publisher, 3)
+        monkeypatch.undo()
+        await run.publish_some(publisher, 2)
+        assert [link for link in kinds_held(publisher) if link[0] == "skip"] == [("skip", 5)]
+        check(publisher, run, versions=6)
 
 
 async def test_what_was_prepared_but_never_announced_is_gone(run: Run) -> None:

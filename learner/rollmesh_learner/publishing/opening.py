@@ -26,7 +26,7 @@ async def open_publisher(
 ) -> AsyncIterator[tuple[Publisher, Path]]:
     """The publisher with its worker process, and the folder in memory where its images lie."""
     ring = config.rollouts.staleness + 2
-    needed = (ring + SPARE_IMAGES) * layout.image_bytes
+    needed = (ring + len(config.weights.skip_every) + SPARE_IMAGES) * layout.image_bytes
     ram_folder = Path(config.weights.ram_folder) if config.weights.ram_folder else None
     with open_place(folder, ram_folder=ram_folder, needed_bytes=needed) as place:
         async with open_workshop(layout) as workshop:
@@ -40,6 +40,7 @@ async def open_publisher(
                 ring_versions=ring,
                 anchor_every=config.weights.anchor_every,
                 keep_versions=config.weights.keep_versions,
+                skip_every=config.weights.skip_every,
                 patch_chunk_bytes=config.weights.patch_chunk_kib * limits.KIB,
                 anchor_chunk_bytes=config.weights.anchor_chunk_kib * limits.KIB,
             )

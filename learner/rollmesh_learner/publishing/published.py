@@ -1,8 +1,9 @@
 """Which versions are out, in order, and the edges between them. Pure.
 
 An entry's patch leads from the root of the entry before it; a whole history is therefore one line of roots, and a
-rollback is an ordinary step along it. Roots may occur twice, versions never. What the publisher keeps on disk follows
-from here.
+rollback is an ordinary step along it. Beside that line run shortcuts: skip patches over several versions, for nodes
+that are slow or slept, and cumulative patches from the base model, for those who join. Roots may occur twice, versions
+never. What the publisher keeps on disk follows from here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rollmesh_protocol import limits
+from rollmesh_protocol.edges import cheapest_path
 from rollmesh_protocol.manifest import Edge, Manifest
 from rollmesh_protocol.messages import Head, PolicyHeader
 
@@ -26,6 +28,11 @@ class Sealed:
     name: bytes
     manifest: Manifest
     envelope_bytes: int
+
+    @property
+    def is_cumulative(self) -> bool:
+        """True for a patch from the base model."""
+        return self.manifest.kind == "cumulative"
 
     def edge(self) -> Edge:
         """Its short form."""
@@ -60,11 +67,13 @@ class Entry:
     head: Head
     patch: Sealed | None
     anchor: Sealed | None
+    shortcuts: tuple[Sealed, ...] = ()
+    """Skip and cumulative patches that lead to it."""
 
     @property
     def edges(self) -> tuple[Sealed, ...]:
         """The edges that lead to it."""
-        return tuple(edge for edge in (self.patch, self.anchor) if edge is not None)
+        return (*(edge for edge in (self.patch, self.anchor) if edge is not None), *self.shortcuts)
 
     @property
     def tensors(self) -> bytes | None:
@@ -100,11 +109,15 @@ class History:
         assert entry.patch is None or entry.patch.manifest.parent == self.head.root
         self.entries.append(entry)
 
-    def add_anchor(self, anchor: Sealed) -> None:
-        """Give the entry of the anchor's version its second edge."""
+    def add(self, edge: Sealed) -> None:
+        """Give the entry of an anchor's, a skip patch's or a cumulative patch's version one more edge."""
         for index, entry in enumerate(self.entries):
-            if entry.head.version == anchor.manifest.version:
-                self.entries[index] = replace(entry, anchor=anchor)
+            if entry.head.version != edge.manifest.version:
+                continue
+            if edge.manifest.kind == "anchor":
+                self.entries[index] = replace(entry, anchor=edge)
+            else:
+                self.entries[index] = replace(entry, shortcuts=(*entry.shortcuts, edge))
 
     def drop_anchor(self, position: int) -> None:
         """The anchor of the entry at ``position`` is of no use any more."""
@@ -119,42 +132,57 @@ class History:
         positions = self.anchor_positions()
         return len(self.entries) - 1 - positions[-1] if positions else len(self.entries)
 
+    def position(self, root: bytes | None) -> int | None:
+        """Where ``root`` was published last."""
+        return next(
+            (index for index in range(len(self.entries) - 1, -1, -1) if self.entries[index].head.root == root), None
+        )
+
     def edges_towards_head(self, root: bytes | None) -> tuple[Edge, ...]:
         """Enough edges for a cheapest path from ``root`` to the head, at most ``limits.MAX_EDGES``.
 
-        The patches from the last time that ``root`` was published, if they are all there; the newest anchor, and the
-        patches after it.
+        The cheapest way from ``root`` and the cheapest from nothing; and, the newest first, other edges that a node may
+        have begun to fetch.
         """
         if root == self.head.root:
             return ()
-        chosen: dict[bytes, Edge] = {}
-        anchors = self.anchor_positions()
-        if anchors:
-            newest = self.entries[anchors[-1]]
-            assert newest.anchor is not None
-            chosen[newest.anchor.name] = newest.anchor.edge()
-            chosen |= self._patches_after(anchors[-1]) or {}
-        held_at = [index for index, entry in enumerate(self.entries) if entry.head.root == root]
-        patches = self._patches_after(held_at[-1]) if held_at else None
-        if patches is not None and len(chosen | patches) <= limits.MAX_EDGES:
-            chosen |= patches
+        offered = [sealed.edge() for entry in reversed(self.entries) for sealed in entry.edges]
+        goal = self.head.root
+        ways = [cheapest_path(offered, held=held, goal=goal) or () for held in (root, None)]
+        chosen = {edge.manifest: edge for edge in (*ways[0], *ways[1])}
+        held_at = self.position(root)
+        since = self.entries[held_at].head.version if held_at is not None else self.head.version
+        for edge in offered:
+            if len(chosen) < limits.MAX_EDGES and edge.version > since and edge.parent is not None:
+                chosen.setdefault(edge.manifest, edge)
         return tuple(chosen.values())[: limits.MAX_EDGES]
 
-    def trim(self, *, keep_versions: int, keep_anchors: int) -> None:
-        """Forget what need not be kept: all but the newest anchors, and entries that are older than both limits."""
-        anchors = self.anchor_positions()[-keep_anchors:]
-        oldest = min([max(0, len(self.entries) - keep_versions), *anchors[:1]])
-        for index in range(len(self.entries)):
-            if index not in anchors:
-                self.entries[index] = replace(self.entries[index], anchor=None)
-        del self.entries[:oldest]
+    def way(self, start: int, end: int) -> tuple[Sealed, ...] | None:
+        """The patches of the cheapest way from the entry at ``start`` to that at ``end``; None when there is none."""
+        between = self.entries[start + 1 : end + 1]
+        sealed = {edge.name: edge for entry in between for edge in entry.edges if edge.manifest.parent is not None}
+        path = cheapest_path(
+            [edge.edge() for edge in sealed.values()],
+            held=self.entries[start].head.root,
+            goal=self.entries[end].head.root,
+        )
+        return None if path is None else tuple(sealed[edge.manifest] for edge in path)
 
-    def _patches_after(self, position: int) -> dict[bytes, Edge] | None:
-        """The patches from the entry at ``position`` to the head; None when one is missing."""
-        patches = [entry.patch for entry in self.entries[position + 1 :]]
-        if any(patch is None for patch in patches):
-            return None
-        return {patch.name: patch.edge() for patch in patches if patch is not None}
+    def trim(self, *, keep_versions: int, keep_anchors: int) -> None:
+        """Forget what need not be kept.
+
+        That is all but the newest ``keep_anchors`` anchors and as many cumulative patches, and entries that are older
+        than both the newest ``keep_versions`` and those anchors.
+        """
+        anchors = self.anchor_positions()[-keep_anchors:]
+        cumulative = [edge.name for entry in self.entries for edge in entry.shortcuts if edge.is_cumulative][
+            -keep_anchors:
+        ]
+        oldest = min([max(0, len(self.entries) - keep_versions), *anchors[:1]])
+        for index, entry in enumerate(self.entries):
+            kept = tuple(edge for edge in entry.shortcuts if not edge.is_cumulative or edge.name in cumulative)
+            self.entries[index] = replace(entry, anchor=entry.anchor if index in anchors else None, shortcuts=kept)
+        del self.entries[:oldest]
 
 
 def rebuild(announced: Sequence[Head], held: Sequence[Sealed]) -> History:
@@ -165,9 +193,10 @@ def rebuild(announced: Sequence[Head], held: Sequence[Sealed]) -> History:
     entries = []
     for head in sorted(announced, key=lambda head: head.version):
         edges = [edge for edge in by_version.get(head.version, []) if edge.manifest.root == head.root]
-        patch = next((edge for edge in edges if edge.manifest.parent is not None), None)
-        anchor = next((edge for edge in edges if edge.manifest.parent is None), None)
-        entries.append(Entry(head=head, patch=patch, anchor=anchor))
+        patch = next((edge for edge in edges if edge.manifest.kind == "patch"), None)
+        anchor = next((edge for edge in edges if edge.manifest.kind == "anchor"), None)
+        shortcuts = tuple(edge for edge in edges if edge.manifest.kind in ("skip", "cumulative"))
+        entries.append(Entry(head=head, patch=patch, anchor=anchor, shortcuts=shortcuts))
     return History(_connected(entries))
 
 

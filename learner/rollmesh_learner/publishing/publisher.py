@@ -1,5 +1,9 @@
 """The owner of what has been published: patches and anchors on disk, and the images of recent versions in memory.
 
+Beside the patch of each version it writes shortcuts once a version is out: skip patches over several versions, between
+images that it keeps in memory for that, and with each anchor a cumulative patch from the base model, whose image stays
+on disk. Shortcuts are a service: one that cannot be written costs somebody bytes, and nothing else.
+
 The order: a version's payload, then its manifest, are durable when :meth:`Publisher.prepare` returns; nobody hears of
 it before :meth:`Publisher.announced` is called; the ledger's part (reserving the number before, recording it as
 published between the two) is the coordinator's. A patch leads from the last version that was *announced* to the new
@@ -33,7 +37,7 @@ from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.layout import Layout
-from rollmesh_protocol.manifest import CONTEXT_CODEC, RAW_CODEC, Edge, Manifest, manifest_name
+from rollmesh_protocol.manifest import CONTEXT_CODEC, RAW_CODEC, Edge, EdgeKind, Manifest, manifest_name
 from rollmesh_protocol.messages import Head, PolicyHeader
 
 log = logging.getLogger("rollmesh.learner.publisher")
@@ -42,6 +46,8 @@ ANCHORS_KEPT: Final = 2
 """The newest anchor, and the one before it for those who are in the middle of fetching it."""
 MOST_PATCHES: Final = limits.MAX_EDGES - 1
 """Versions between two anchors at most: a joiner is told the anchor and every patch after it in one message."""
+_BASE: Final = "base."
+"""The base model's image lies under this name and its root in hexadecimal."""
 _PUBLISHER_QUOTA: Final = 1 << 62
 """Bytes; what a publisher keeps is bounded by its retention, and by the disk."""
 
@@ -59,7 +65,8 @@ class Prepared:
 class Publisher:
     """``folder`` holds what is published, ``ram`` (an empty folder in memory) the images of recent versions.
 
-    ``ring_versions`` images are kept: at least S + 2. ``keep_versions`` patches, and those back to the kept anchors.
+    ``ring_versions`` images are kept: at least S + 2, and one more for each stride (in versions) of ``skip_every``.
+    ``keep_versions`` patches, and those back to the kept anchors.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Publisher:
         ring_versions: int,
         anchor_every: int,
         keep_versions: int,
+        skip_every: Sequence[int] = (),
         patch_chunk_bytes: int = limits.PATCH_CHUNK_BYTES,
         anchor_chunk_bytes: int = limits.ANCHOR_CHUNK_BYTES,
     ) -> None:
@@ -90,6 +98,8 @@ class Publisher:
         self._ring_versions = ring_versions
         self._anchor_every = min(anchor_every, MOST_PATCHES)
         self._keep_versions = max(keep_versions, ring_versions)
+        self._skip_from: dict[int, bytes] = dict.fromkeys(sorted(skip_every), b"")
+        """For each stride the root that the next skip patch leads from; its image stays in the ring."""
         self._patch_chunk_bytes = patch_chunk_bytes
         self._anchor_chunk_bytes = anchor_chunk_bytes
         self._ring = Ring(ram, store=self.store, workshop=workshop)
@@ -134,6 +144,8 @@ class Publisher:
                 log.error("the published weights of version %d cannot be made from disk", newest)
                 self.history = History()
                 self._ring.keep(())
+            for stride in self._skip_from:
+                self._skip_from[stride] = self.head.root
             await self._tidy()
 
     # --- publishing --------------------------------------------------------------------------------------------------
@@ -150,6 +162,7 @@ class Publisher:
             anchor = await self._seal_anchor(found, image, version=version, step=step)
             await self._ring.copy(self.store.payload_path(anchor.name), found.root, tensors=found.tensors)
             fault_point("publish.manifest_durable")
+            await trio.to_thread.run_sync(self._keep_base, anchor)
             head = Head(version=version, step=step, root=found.root)
             self._publish(Entry(head=head, patch=None, anchor=anchor))
             await self._tidy()
@@ -178,20 +191,7 @@ class Publisher:
                 new_image.unlink()
                 return None
             fault_point("publish.encoded")
-            manifest = Manifest(
-                run=self._run,
-                version=version,
-                step=step,
-                kind="patch",
-                parent=self.head.root,
-                root=found.root,
-                codec=CONTEXT_CODEC,
-                layout=self._layout.digest,
-                chunk_bytes=self._patch_chunk_bytes,
-                payload_bytes=found.payload_bytes,
-                chunks=found.chunks,
-                tensors=found.tensors,
-            )
+            manifest = self._patch_manifest(found, version=version, step=step, parent=self.head.root, kind="patch")
             patch = await self._add(manifest, outgoing)
             outgoing.unlink()
             fault_point("publish.manifest_durable")
@@ -208,7 +208,7 @@ class Publisher:
         self._publish(prepared.entry)
 
     async def maintain(self) -> None:
-        """Write an anchor if one is due, and delete what need not be kept. Call it after each announcement.
+        """Write anchors and shortcuts that are due, and delete what need not be kept. Call it after each announcement.
 
         Otherwise :meth:`prepare` does it first, and the next version waits for it. Failures are logged and tried again.
         """
@@ -224,11 +224,14 @@ class Publisher:
                 self.history.drop_anchor(position)
         is_due = not self.history.anchor_positions() or self.history.versions_since_anchor() >= self._anchor_every
         image = self._ring.get(head.root)
-        if is_due and image is not None:
+        if image is not None:
             try:
-                await self._write_anchor(head, image)
+                if is_due:
+                    await self._write_anchor(head, image)
+                    await self._write_cumulative(head, image)
+                await self._write_skips(head, image)
             except (HostError, ChildFailed) as error:
-                log.warning("no anchor of version %d is written, it is tried again: %s", head.version, error)
+                log.warning("an anchor or shortcut to version %d is not written: %s", head.version, error)
         await self._tidy()
 
     async def _write_anchor(self, head: Head, image: Path) -> None:
@@ -240,8 +243,61 @@ class Publisher:
         fault_point("publish.anchor_written")
         anchor = await self._seal_anchor(found, outgoing, version=head.version, step=head.step)
         outgoing.unlink()
-        self.history.add_anchor(anchor)
+        self.history.add(anchor)
         log.info("version %d has an anchor", head.version)
+
+    async def _write_cumulative(self, head: Head, image: Path) -> None:
+        """The patch from the base model's image to ``image``, if that is known and something else."""
+        for base in self._folder.glob(f"{_BASE}*"):
+            root = bytes.fromhex(base.name.removeprefix(_BASE))
+            if root != head.root:
+                await self._write_shortcut(head, base, root, image, kind="cumulative")
+
+    async def _write_skips(self, head: Head, image: Path) -> None:
+        """For each stride the patch that leads over so many versions to ``image``, once there are that many."""
+        here = len(self.history.entries) - 1
+        for stride, root in self._skip_from.items():
+            position, start = self.history.position(root), self._ring.get(root)
+            if position is None or start is None:
+                self._skip_from[stride] = head.root
+            elif here - position >= stride:
+                self._skip_from[stride] = head.root  # whatever becomes of this one
+                if root != head.root:
+                    await self._write_shortcut(head, start, root, image, kind="skip")
+
+    async def _write_shortcut(self, head: Head, start: Path, parent: bytes, image: Path, *, kind: EdgeKind) -> None:
+        outgoing = self._folder / f"outgoing.{kind}"
+        found = await self._workshop.encode(old=start, new=image, payload=outgoing, chunk_bytes=self._patch_chunk_bytes)
+        if not found.payload_bytes:
+            return
+        manifest = self._patch_manifest(found, version=head.version, step=head.step, parent=parent, kind=kind)
+        shortcut = await self._add(manifest, outgoing)
+        outgoing.unlink()
+        self.history.add(shortcut)
+        log.info("version %d has a %s patch of %.1f MB", head.version, kind, found.payload_bytes / 1e6)
+
+    def _keep_base(self, anchor: Sealed) -> None:
+        """The first image ever published is the base model: its file stays, for cumulative patches."""
+        if not any(self._folder.glob(f"{_BASE}*")):
+            durable.take_file(
+                self.store.payload_path(anchor.name), self._folder / f"{_BASE}{anchor.manifest.root.hex()}"
+            )
+
+    def _patch_manifest(self, found: Digests, *, version: int, step: int, parent: bytes, kind: EdgeKind) -> Manifest:
+        return Manifest(
+            run=self._run,
+            version=version,
+            step=step,
+            kind=kind,
+            parent=parent,
+            root=found.root,
+            codec=CONTEXT_CODEC,
+            layout=self._layout.digest,
+            chunk_bytes=self._patch_chunk_bytes,
+            payload_bytes=found.payload_bytes,
+            chunks=found.chunks,
+            tensors=found.tensors,
+        )
 
     async def _seal_anchor(self, found: Digests, payload: Path, *, version: int, step: int) -> Sealed:
         manifest = Manifest(
@@ -274,7 +330,11 @@ class Publisher:
     def _publish(self, entry: Entry) -> None:
         self.history.append(entry)
         self._ring.add(entry.head.root)
-        self._ring.keep({entry.head.root for entry in self.history.entries[-self._ring_versions :]})
+        for stride, root in self._skip_from.items():
+            if self._ring.get(root) is None:
+                self._skip_from[stride] = entry.head.root
+        recent = {entry.head.root for entry in self.history.entries[-self._ring_versions :]}
+        self._ring.keep(recent | set(self._skip_from.values()))
 
     async def _tidy(self) -> None:
         """Delete from disk what is no part of the history any more, or never became one."""

@@ -96,9 +96,10 @@ class Ring:
         return False
 
     def _steps(self, history: History, start: int, end: int) -> tuple[Step, ...]:
-        """The patches from the entry at ``start`` to that at ``end``."""
-        patches = [entry.patch for entry in history.entries[start + 1 : end + 1]]
-        return tuple(step_of(p.manifest, self._store.payload_path(p.name)) for p in patches if p is not None)
+        """The patches of the cheapest way from the entry at ``start`` to that at ``end``."""
+        way = history.way(start, end)
+        assert way is not None  # the line of patches is whole
+        return tuple(step_of(edge.manifest, self._store.payload_path(edge.name)) for edge in way)
 
     async def _make(self, root: bytes, source: Path, tensors: bytes, steps: tuple[Step, ...]) -> bool:
         """The image of ``root`` from the image ``source`` along ``steps``."""

@@ -119,6 +119,38 @@ def test_a_version_must_follow_on_the_head() -> None:
         made.append(Entry(head=Head(version=3, step=3, root=root(12)), patch=sealed(3, to=12, parent=10), anchor=None))
 
 
+def shortcut(version: int, *, to: int, parent: int, kind: str = "skip", payload_bytes: int = 1500) -> Sealed:
+    """A skip or cumulative patch; half as dear as the patches it replaces, or less."""
+    plain = sealed(version, to=to, parent=parent, payload_bytes=payload_bytes)
+    manifest = plain.manifest.model_copy(update={"kind": kind})
+    return Sealed(name=bytes([255, kind == "skip", version, parent]) + bytes(28), manifest=manifest, envelope_bytes=500)
+
+
+def test_shortcuts_are_offered_and_taken() -> None:
+    made = history(list(range(10, 20)))
+    made.add(shortcut(5, to=14, parent=11))
+    made.add(shortcut(9, to=18, parent=14))
+    made.add(shortcut(8, to=17, parent=10, kind="cumulative"))
+    assert path_versions(made, 11) == [("skip", 5), ("skip", 9), ("patch", 10)]
+    assert path_versions(made, 12) == [("patch", 4), ("patch", 5), ("skip", 9), ("patch", 10)]
+    assert path_versions(made, 10) == [("cumulative", 8), ("patch", 9), ("patch", 10)]
+    way = made.way(1, 9)
+    assert way is not None
+    assert [edge.manifest.version for edge in way] == [5, 9, 10]
+    assert made.way(9, 1) is None
+    again = rebuild([entry.head for entry in made.entries], everything(made))
+    assert again.entries == made.entries
+
+
+def test_trimming_keeps_the_newest_cumulative_patches_which_need_no_version_before_them() -> None:
+    made = history(list(range(10, 30)), anchors=(1, 10, 15))
+    for version in (10, 13, 15):
+        made.add(shortcut(version, to=9 + version, parent=10, kind="cumulative"))
+    made.trim(keep_versions=3, keep_anchors=2)
+    assert [edge.manifest.version for edge in everything(made) if edge.is_cumulative] == [13, 15]
+    assert path_versions(made, 10) == [("cumulative", 15), *(("patch", version) for version in range(16, 21))]
+
+
 def everything(made: History) -> list[Sealed]:
     return [edge for entry in made.entries for edge in entry.edges]
 
