@@ -58,7 +58,7 @@ look() {
         [[ -e $include/Python.h ]] || missing+=(headers)
     fi
     if [[ -n $compiler ]]; then
-        echo '#include <gmp.h>' | "$compiler" -E -x c - >/dev/null 2>&1 || missing+=(gmp)
+        "$compiler" -E -x c - <<<'#include <gmp.h>' >/dev/null 2>&1 || missing+=(gmp)
     else
         missing+=(gmp)
     fi
