@@ -32,6 +32,7 @@ from rollmesh_learner.members.standing import Record
 from rollmesh_learner.members.welcome import WelcomeDesk
 from rollmesh_learner.publishing.opening import open_publisher
 from rollmesh_learner.publishing.publisher import Publisher
+from rollmesh_learner.publishing.spread import SpreadBook
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import restore
 from rollmesh_learner.records.ledger import Ledger, open_ledger
@@ -153,6 +154,11 @@ class _Learner:
             newest_version=lambda: self._versions.head.version,
             admits=self._nodes.is_admitted,
         )
+        self._sharing: Sharing | None = None
+        self._spread = SpreadBook(
+            online=lambda: self._nodes.online(trio.current_time()),
+            served_bytes=lambda: self._sharing.seeder.bytes_served if self._sharing is not None else 0,
+        )
         self._discipline = Discipline(
             book=self._book, nodes=self._nodes, ledger=ledger, on_quarantine=self._passes.revoke
         )
@@ -182,6 +188,7 @@ class _Learner:
             versions=self._versions,
             ledger=ledger,
             is_over=lambda: self._is_over,
+            on_heard=lambda node: self._spread.heard(node.peer, version=node.version_held, now=trio.current_time()),
         )
         self._intake = Intake(
             terms.intake_terms(config, card=card, keys=keys),
@@ -217,7 +224,7 @@ class _Learner:
         )
         async with open_mesh(options) as mesh:
             reporter = self._make_reporter(mesh)
-            sharing = Sharing(mesh, store=self._publisher.store, passes=self._passes, origin=Random())
+            self._sharing = sharing = Sharing(mesh, store=self._publisher.store, passes=self._passes, origin=Random())
             welcome = self._register(mesh, reporter, sharing)
             announcer = Announcer(
                 mesh,
@@ -286,6 +293,7 @@ class _Learner:
             stepper=self._stepper,
             auditor=self._auditor,
             head_bytes=self._head_bytes,
+            spread=lambda now: self._spread.status(now=now),
             troubles=lambda: (
                 self._ledger.trouble, self._stepper.trouble, self._prompts.waiting_for, self._scorer.waiting_for,
                 self._auditor.waiting_for,
@@ -322,6 +330,7 @@ class _Learner:
             known = head.version
             header = self._publisher.header
             if header is not None:
+                self._spread.published(head.version, num_bytes=self._head_bytes(), now=trio.current_time())
                 await announcer.announce(header)
 
     async def _stop_when(self, stop: trio.Event) -> None:

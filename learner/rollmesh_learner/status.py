@@ -16,7 +16,7 @@ from rollmesh_peer.mesh.seam import Mesh, PeerLink
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.messages import RunCard
-from rollmesh_protocol.status import PEERS_PER_PAGE, PeerStatus, RunStatus, StatusAnswer, StatusRequest
+from rollmesh_protocol.status import PEERS_PER_PAGE, PeerStatus, RunStatus, SpreadStatus, StatusAnswer, StatusRequest
 
 
 class RunReporter:
@@ -36,6 +36,7 @@ class RunReporter:
         stepper: Stepper,
         auditor: Auditor,
         head_bytes: Callable[[], int],
+        spread: Callable[[float], tuple[SpreadStatus, ...]],
         troubles: Callable[[], Sequence[str]],
         children: Callable[[], Sequence[str]],
     ) -> None:
@@ -50,6 +51,7 @@ class RunReporter:
         self._stepper = stepper
         self._auditor = auditor
         self._head_bytes = head_bytes
+        self._spread = spread
         self._troubles = troubles
         self._children = children
         self._started = trio.current_time()
@@ -89,6 +91,7 @@ class RunReporter:
                 head=self._versions.head,
                 head_bytes=self._head_bytes(),
                 model_bytes=self._card.layout.image_bytes,
+                spread=self._spread(now),
                 step=self._book.next_step,
                 steps=self._steps,
                 mean_reward=self._stepper.mean_reward,

@@ -10,6 +10,8 @@ from rollmesh_protocol.messages import Digest, Head, Peer, Sentence, Standing
 from rollmesh_protocol.record import Record
 
 PEERS_PER_PAGE = 200
+MOST_SPREADS = 2
+"""Versions whose spread is told: the newest, and the one before it."""
 
 
 class StatusRequest(Record):
@@ -38,6 +40,25 @@ class PeerStatus(Record):
     waiting_for: Sentence
 
 
+class SpreadStatus(Record):
+    """How one version has spread among the nodes that are online; seconds since its announcement."""
+
+    version: int = Field(ge=1)
+    head_bytes: int = Field(ge=0)
+    """What it takes to get there from the version before: manifest and payload."""
+    age_s: float = Field(ge=0)
+    online: int = Field(ge=0)
+    holding: int = Field(ge=0)
+    most_s: float | None
+    """When nine in ten held it; None while they do not. Heartbeats tell it, so it is some seconds coarse."""
+    last_s: float | None
+    """When all held it."""
+    bytes_from_learner: int = Field(ge=0)
+    """What the learner's own uplink gave until the last of those who hold it had it, of all payloads together."""
+    slowest: tuple[Annotated[str, Field(max_length=64)], ...] = Field(max_length=8)
+    """Names of those who took longest, or still fetch; the slowest first."""
+
+
 class RunStatus(Record):
     """The learner's view of the run."""
 
@@ -52,6 +73,8 @@ class RunStatus(Record):
     """What a node that holds the version before fetches for the head: manifest and payload."""
     model_bytes: int = Field(ge=0)
     """The whole weights, to compare with."""
+    spread: tuple[SpreadStatus, ...] = Field(max_length=MOST_SPREADS)
+    """The newest version first."""
     step: int = Field(ge=0)
     steps: int = Field(ge=0)
     mean_reward: float | None

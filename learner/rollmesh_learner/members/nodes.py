@@ -199,6 +199,14 @@ class Nodes:
             and now - node.last_seen < limits.DEAD_AFTER_S
         ]
 
+    def online(self, now: float) -> dict[str, str]:
+        """Names by peer of all who are in the run, workers and seeds, and were heard of lately."""
+        return {
+            node.peer: node.name
+            for node in self._nodes.values()
+            if not node.record.is_quarantined and now - node.last_seen < limits.DEAD_AFTER_S
+        }
+
     def silent(self, now: float) -> list[Node]:
         """Nodes that were not heard of for so long that their leases go to others."""
         return [node for node in self._nodes.values() if now - node.last_seen >= limits.DEAD_AFTER_S]

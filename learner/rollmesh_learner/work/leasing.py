@@ -65,6 +65,7 @@ class LeaseDesk:
         versions: Versions,
         ledger: Ledger,
         is_over: Callable[[], bool],
+        on_heard: Callable[[Node], None] = lambda _node: None,
     ) -> None:
         self._terms = terms
         self._identity = identity
@@ -73,6 +74,7 @@ class LeaseDesk:
         self._versions = versions
         self._ledger = ledger
         self._is_over = is_over
+        self._on_heard = on_heard
 
     async def lease(self, peer: str, request: bytes) -> bytes:
         """One :class:`LeaseRequest` and its :class:`LeaseAnswer`."""
@@ -82,6 +84,7 @@ class LeaseDesk:
         node = self._nodes.admitted(peer)
         now = trio.current_time()
         node.heard(asked, now=now)
+        self._on_heard(node)
         leases: tuple[bytes, ...] = ()
         wait: Wait | None = None
         if asked.groups:

@@ -20,7 +20,7 @@ from rollmesh_peer.status.words import ABSENT, ago, clean, count, duration, rate
 from rollmesh_protocol import limits
 from rollmesh_protocol.identity import short
 from rollmesh_protocol.messages import Standing
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, StatusAnswer
+from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus, StatusAnswer
 
 STANDING_STYLES: Final = {"new": "default", "probation": "yellow", "full": "green", "quarantined": "bold red"}
 WAIT_CHARS: Final = 60
@@ -62,6 +62,7 @@ def _run(run: RunStatus, *, width: int) -> list[RenderableType]:
         ("state", Text(clean(run.state))),
         ("step", Text(f"{count(run.step)} of {count(run.steps)}" if run.steps else count(run.step))),
         ("head", _head(run)),
+        *(("spread", Text(_spread(spread))) for spread in run.spread),
         ("reward", Text(reward)),
         ("groups", Text(f"{count(run.groups_leased)} leased, {count(run.groups_ready)} ready")),
         ("rollouts", _outcome(run.rollouts_accepted, run.rollouts_rejected)),
@@ -192,6 +193,24 @@ def _facts(facts: Iterable[tuple[str, Text]]) -> Padding:
     for title, value in facts:
         table.add_row(title, value)
     return Padding(table, (0, 0, 0, 2))
+
+
+def _spread(spread: SpreadStatus) -> str:
+    """One line: how far a version has come, by whom, and who is slowest."""
+    if not spread.holding:
+        return f"version {count(spread.version)}: no node holds it yet"
+    who = f"{count(spread.holding)} of {count(spread.online)} nodes"
+    when = [
+        f"{what} after {duration(seconds)}"
+        for what, seconds in (("9 in 10", spread.most_s), ("all", spread.last_s))
+        if seconds is not None
+    ]
+    fetched = spread.holding * spread.head_bytes
+    peers = max(0, fetched - spread.bytes_from_learner)
+    parts = [f"version {count(spread.version)}: {who}", *when, f"{share(peers, fetched)} of it from peers"]
+    if spread.slowest:
+        parts.append(f"slowest {clean(', '.join(spread.slowest), limit=60)}")
+    return ", ".join(parts)
 
 
 def _child(sentence: str) -> tuple[str, str]:

@@ -319,7 +319,7 @@ class FakeLearner:
         StatusRequest.decode(request, limit=limits.SMALL_BYTES)
         run = RunStatus(
             run=self.card.run, name=self.card.name, learner=self.card.learner, software="fake", state="scripted",
-            head=self.head, head_bytes=0, model_bytes=0, step=self.head.step, steps=0, mean_reward=None,
+            head=self.head, head_bytes=0, model_bytes=0, spread=(), step=self.head.step, steps=0, mean_reward=None,
             groups_leased=len(self.open), groups_ready=0, rollouts_accepted=len(self.heard.accepted),
             rollouts_rejected=0, audits_done=0, audits_failed=0, bubble_fraction=0.0, uptime_s=0.0, children=(),
             peers=(), page=0, pages=1,

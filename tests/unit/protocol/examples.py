@@ -37,7 +37,7 @@ from rollmesh_protocol.messages import (
 )
 from rollmesh_protocol.record import Record
 from rollmesh_protocol.rollout import Result, SampleResult, Segment
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, StatusAnswer, StatusRequest
+from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus, StatusAnswer, StatusRequest
 
 LEARNER = Identity(bytes(range(32)))
 NODE = Identity(bytes(range(32, 64)))
@@ -220,6 +220,19 @@ EXAMPLES: dict[str, Record] = {
             head=HEAD,
             head_bytes=5900,
             model_bytes=269_000_000,
+            spread=(
+                SpreadStatus(
+                    version=7,
+                    head_bytes=5900,
+                    age_s=5.0,
+                    online=2,
+                    holding=1,
+                    most_s=None,
+                    last_s=None,
+                    bytes_from_learner=5900,
+                    slowest=("node-b",),
+                ),
+            ),
             step=7,
             steps=40,
             mean_reward=0.25,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.messages import Head, Standing
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus
+from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus
 
 PEERS = [Identity(bytes([number]) * 32).peer for number in range(1, 8)]
 
@@ -32,6 +32,21 @@ def peer(number: int, **fields) -> PeerStatus:
     return PeerStatus(**(values | fields))
 
 
+def spread_status(version: int, **fields) -> SpreadStatus:
+    values = {
+        "version": version,
+        "head_bytes": 3_314_800,
+        "age_s": 9.0,
+        "online": 3,
+        "holding": 3,
+        "most_s": 3.1,
+        "last_s": 4.2,
+        "bytes_from_learner": 4_000_000,
+        "slowest": ("attic", "node-b"),
+    }
+    return SpreadStatus(**(values | fields))
+
+
 def run_status(*peers: PeerStatus, **fields) -> RunStatus:
     values = {
         "run": "run-1",
@@ -42,6 +57,7 @@ def run_status(*peers: PeerStatus, **fields) -> RunStatus:
         "head": Head(version=12, step=12, root=b"\x9a" * 32),
         "head_bytes": 3_314_800,
         "model_bytes": 269_030_016,
+        "spread": (spread_status(12, holding=2, last_s=None), spread_status(11)),
         "step": 12,
         "steps": 40,
         "mean_reward": 0.5512,
