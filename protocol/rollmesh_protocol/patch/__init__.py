@@ -22,12 +22,15 @@ constriction's range coder, same symbols, static tables           399,897       
 the exponent-context bound                                        394,930        1,690,781             1,797,129
 ========================================================  ===============  ===============  ====================
 
-The bound is beaten where rounding makes runs that gap tables learn. A kept library's range coder is no smaller, takes
-25 ns a symbol to decode and must be fed all symbols of a model at once, so that the walk over elements would be a
-second pass in numpy (6 s): numba does both in one (below 10 ns a symbol). More contexts were tried on the same steps and left
-out: the octave of the class's last gap saves 0.1 to 0.8 % of the gaps before its tables are paid for; the tensor 1.7 to
-10 % and costs five times that in tables; the sign of the last step in the class 0.1 %; sign and size of the last change
-in the same column 0.5 to 1 %. Probabilities of 11 bits are no faster and 0.4 % larger.
+The bound is beaten because changes come in clusters: gaps are not geometric, and their tables learn it. The line of
+constriction counts symbols and raw bits alone, without tables and blocks; it takes 25 ns a symbol to decode and must
+be fed all symbols of a model at once, so that the walk over elements would be a second pass in numpy (6 s): numba
+does both in one (below 10 ns a symbol).
+
+More contexts were tried on the same steps and left out: the octave of the class's last gap saves 0.1 to 0.8 % of the
+gaps before its tables are paid for; the tensor 1.7 to 10 %, and costs five times that in tables; the sign of the last
+step in the class 0.1 %; sign and size of the last change in the same column 0.5 to 1 %. Probabilities of 11 bits are
+no faster and 0.4 % larger.
 
 Contexts come from the old values, so a payload leads only forwards. What is decoded, a list of flips, leads both ways.
 """
