@@ -224,7 +224,13 @@ class _Learner:
         )
         async with open_mesh(options) as mesh:
             reporter = self._make_reporter(mesh)
-            self._sharing = sharing = Sharing(mesh, store=self._publisher.store, passes=self._passes, origin=Random())
+            self._sharing = sharing = Sharing(
+                mesh,
+                store=self._publisher.store,
+                passes=self._passes,
+                origin=Random(),
+                upload_bytes_per_s=network.upload_mbit_s * limits.BYTES_PER_MBIT or None,
+            )
             welcome = self._register(mesh, reporter, sharing)
             announcer = Announcer(
                 mesh,

@@ -196,6 +196,7 @@ class _Node:
             ram_folder=Path(ram_folder) if ram_folder else None,
             own=self._own,
             learner_only=self._config.network.learner_only,
+            upload_bytes_per_s=self._config.network.upload_mbit_s * limits.BYTES_PER_MBIT or None,
             admission=lambda: member.membership.admission,
             cache=member.cache,
             on_notice=self._on_notice,

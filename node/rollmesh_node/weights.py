@@ -71,6 +71,7 @@ async def open_weights(
     ram_folder: Path | None,
     own: OwnLimits,
     learner_only: bool,
+    upload_bytes_per_s: float | None,
     admission: Callable[[], bytes],
     cache: PeerCache,
     on_notice: Callable[[Notice], None],
@@ -101,7 +102,7 @@ async def open_weights(
         ) as keeper,
     ):
         passes = PassBook(run=card.run, learner=card.learner, newest_version=lambda: keeper.highest)
-        sharing = Sharing(mesh, store=store, passes=passes, admission=admission)
+        sharing = Sharing(mesh, store=store, passes=passes, admission=admission, upload_bytes_per_s=upload_bytes_per_s)
         fetching = Fetching(
             sharing,
             learner=card.learner,
