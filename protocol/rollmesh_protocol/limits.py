@@ -12,7 +12,6 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 BYTES_PER_MBIT: Final = 125_000
-BYTES_PER_MBIT: Final = 125_000
 
 # --- one message -----------------------------------------------------------------------------------------------------
 FRAME_HEADER_BYTES: Final = 4
