@@ -30,9 +30,11 @@ from tests.lab.processes import DIES_WITH_PARENT
 
 PREFIX = "rmlab"
 MTU = 1500
+"""Bytes of a packet, as they are. Larger ones cost two cores less, but a slow uplink's queue then holds too few of them
+for TCP, or holds them for too long."""
 QUEUE_S = 0.075
 """What a link's queue holds: enough for TCP to fill the link, little enough for its delay to stay below the path's."""
-LEAST_QUEUE_BYTES = 16 * MTU
+LEAST_QUEUE_PACKETS = 10
 BURST_S = 0.004
 """What may leave at once; the kernel's timers are finer than that."""
 CONGESTION = ("cubic", "reno")
@@ -84,6 +86,7 @@ class Network:
     num_hosts: int
     delay_s: float
     prefix: str
+    mtu: int = MTU
     line: subprocess.Popen[bytes] | None = field(default=None)
     line_figures: dict[str, float] = field(default_factory=dict)
 
@@ -106,8 +109,8 @@ class Network:
             (self.hub, f"p{host}", link.down),
         ):
             bytes_per_s = rate / 8
-            limit = int(max(LEAST_QUEUE_BYTES, QUEUE_S * bytes_per_s))
-            burst = int(max(2 * (MTU + 14), BURST_S * bytes_per_s))
+            limit = int(max(LEAST_QUEUE_PACKETS * self.mtu, QUEUE_S * bytes_per_s))
+            burst = int(max(2 * (self.mtu + 14), BURST_S * bytes_per_s))
             tbf = ("tbf", "rate", f"{int(rate)}bit", "burst", f"{burst}b", "limit", f"{limit + burst}b")
             if device == "eth0" and self.delay_s and has_netem():
                 delay = f"{1e3 * self.delay_s:g}ms"
@@ -136,7 +139,7 @@ class Network:
 
 @contextlib.contextmanager
 def open_network(
-    num_hosts: int, *, delay_s: float = 0.020, firewalled: frozenset[int] = frozenset()
+    num_hosts: int, *, delay_s: float = 0.020, mtu: int = MTU, firewalled: frozenset[int] = frozenset()
 ) -> Iterator[Network]:
     """A network of so many hosts, with links that are not limited yet; ``delay_s`` is one way.
 
@@ -148,7 +151,7 @@ def open_network(
     """
     assert num_hosts <= MOST_HOSTS
     sweep()
-    network = Network(num_hosts, delay_s, _own_prefix())
+    network = Network(num_hosts, delay_s, _own_prefix(), mtu)
     try:
         _make(network)
         if delay_s and not has_netem():
@@ -186,7 +189,7 @@ def sweep() -> None:
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0] if line else ""
         owner = re.match(rf"{PREFIX}-(\d+)-(\d+)-", name)
-        if owner and _started(int(owner[1])) != owner[2]:
+        if owner and started(int(owner[1])) != owner[2]:
             _remove(name)
 
 
@@ -194,7 +197,9 @@ def sweep() -> None:
 def _make(network: Network) -> None:
     _ip("netns", "add", network.hub)
     congestion = next(filter(functools.partial(_is_allowed, network.hub), CONGESTION))
-    _ip_batch(network.hub, ["link set lo up", "link add br0 type bridge stp_state 0", f"link set br0 mtu {MTU} up"])
+    _ip_batch(
+        network.hub, ["link set lo up", "link add br0 type bridge stp_state 0", f"link set br0 mtu {network.mtu} up"]
+    )
     for host in range(network.num_hosts):
         name = network.namespace(host)
         _ip("netns", "add", name)
@@ -202,7 +207,7 @@ def _make(network: Network) -> None:
             network.hub,
             [
                 f"link add p{host} type veth peer name eth0 netns {name}",
-                f"link set p{host} mtu {MTU} master br0 up",
+                f"link set p{host} mtu {network.mtu} master br0 up",
             ],
         )
         _ip_batch(
@@ -210,7 +215,7 @@ def _make(network: Network) -> None:
             [
                 "link set lo up",
                 f"addr add {network.address(host)}/16 dev eth0",
-                f"link set eth0 mtu {MTU} up",
+                f"link set eth0 mtu {network.mtu} up",
             ],
         )
         _sysctl(
@@ -248,7 +253,7 @@ def _slow_down(network: Network, firewalled: frozenset[int]) -> None:
         _ip_batch(
             name,
             [
-                f"link set {DEVICE} mtu {MTU} txqueuelen 2000 up",
+                f"link set {DEVICE} mtu {network.mtu} txqueuelen 2000 up",
                 f"route add 10.77.0.0/16 dev {DEVICE} src {network.address(host)} table 100",
                 "rule add pref 100 iif lo lookup 100",  # what comes out of the line finds its way in the main table
             ],
@@ -288,10 +293,10 @@ def _remove(name: str) -> None:
 
 # --- tools -----------------------------------------------------------------------------------------------------------
 def _own_prefix() -> str:
-    return f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
+    return f"{PREFIX}-{os.getpid()}-{started(os.getpid())}"
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """When a process started, in ticks since boot, which with the pid names it for good; empty when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -14,6 +14,13 @@ from pathlib import Path
 
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 """Before a command: a lab that is killed takes its processes along."""
+_KINDS = {
+    "nodes": b"rollmesh_peer.command",
+    "workers": b"rollmesh_peer.weights.worker",
+    "learner": b"tests.lab.learner",
+    "line": b"tests.lab.delay_line",
+}
+"""What a command line tells of a process; everything else is the lab's own."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -137,9 +144,21 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def lab_cpu_seconds() -> float:
-    """What this process and everything below it has used."""
-    return sum(cpu_seconds(pid) for pid in (os.getpid(), *descendants(os.getpid())))
+def lab_cpu_seconds() -> dict[str, float]:
+    """What this process and everything below it has used, by what they are."""
+    used = dict.fromkeys(("nodes", "workers", "learner", "line", "lab"), 0.0)
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        used[_kind(pid)] += cpu_seconds(pid)
+    return used
+
+
+def _kind(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        for kind, words in _KINDS.items():
+            if words in command:
+                return kind
+    return "lab"
 
 
 def machine_cpu_seconds() -> float:

@@ -22,7 +22,7 @@ from rollmesh_protocol.errors import LinkLost
 from rollmesh_protocol.status import NodeStatus, StatusRequest
 from tests.lab import processes
 from tests.lab.bounds import MBIT, draw_links, least_seconds, least_seconds_alone
-from tests.lab.network import Link, Network, has_firewall, open_network
+from tests.lab.network import MTU, Link, Network, has_firewall, open_network
 from tests.lab.processes import LabProcess, NodeLog
 
 BASE_VERSION, WARM_VERSION, MEASURED_VERSION = 1, 2, 3
@@ -61,6 +61,7 @@ class Scenario:
     slack_s: float = 1.0
     """... and this; 0 for both: only reported."""
     delay_s: float = 0.020
+    mtu: int = MTU
     chunk_kib: int = 256
     seed: int = 7
 
@@ -116,7 +117,8 @@ class Outcome:
     nodes: list[NodeFigures] = field(default_factory=list)
     learner_served: int = 0
     wall_s: float = 0.0
-    lab_cpu_s: float = 0.0
+    lab_cpu_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of a core, by kind of process."""
     machine_cpu_s: float = 0.0
     memory_bytes: int = 0
     line: dict[str, float] = field(default_factory=dict)
@@ -156,6 +158,11 @@ class Outcome:
         )
 
     @property
+    def sent_bytes(self) -> int:
+        """Chunks that left anybody's seeder; what exceeds the bytes that were kept was sent in vain."""
+        return self.learner_served + sum(node.served for node in self.nodes)
+
+    @property
     def misses(self) -> list[str]:
         """What is not as it should be, one sentence each."""
         what = f"{self.scenario.name}, {self.scenario.nodes} nodes"
@@ -187,13 +194,14 @@ class Outcome:
             "times_bound": rounded(self.last_s / self.bound_s) if self.last_s and self.bound_s else None,
             "from_peers": round(from_peers / max(1, fetched), 3),
             "learner_sent_payloads": round(self.learner_served / max(1, self.payload_bytes), 2),
+            "sent_over_needed": round(self.sent_bytes / max(1, fetched), 3),
             "finished": len(self.times),
             "alive": len(self.survivors),
-            "cpu_lab": round(self.lab_cpu_s / (2 * wall_s), 3),
+            "cpu_lab": round(sum(self.lab_cpu_s.values()) / (2 * wall_s), 3),
             "cpu_machine": round(self.machine_cpu_s / (2 * wall_s), 3),
+            "cpu_s": {kind: round(used, 1) for kind, used in self.lab_cpu_s.items()},
             "memory_gb": round(self.memory_bytes / 1e9, 2),
             "line_late_ms": round(self.line.get("mean_late_ms", 0.0), 2),
-            "line_cpu_s": round(self.line.get("cpu_s", 0.0), 1),
             "misses": self.misses,
         }
 
@@ -359,7 +367,7 @@ class Lab:
                 outcome.curve.append({"s": round(now_s, 2), "bytes": self.network.counters()})
             await self._look()
         outcome.wall_s = time.time() - announced
-        outcome.lab_cpu_s = processes.lab_cpu_seconds() - cpu[0]
+        outcome.lab_cpu_s = {kind: used - cpu[0][kind] for kind, used in processes.lab_cpu_seconds().items()}
         outcome.machine_cpu_s = processes.machine_cpu_seconds() - cpu[1]
         outcome.memory_bytes = processes.lab_memory_bytes()
         outcome.learner_served = int((await self.tell(do="figures"))["bytes_served"]) - served
@@ -409,7 +417,10 @@ async def run_scenario(scenario: Scenario, *, folder: Path, say: Callable[[str],
     """Run it in ``folder`` (empty, best in memory). A run that fails is an outcome with ``trouble``."""
     outcome = Outcome(scenario=scenario)
     with open_network(
-        1 + scenario.nodes + scenario.corrupters, delay_s=scenario.delay_s, firewalled=scenario.firewalled
+        1 + scenario.nodes + scenario.corrupters,
+        delay_s=scenario.delay_s,
+        mtu=scenario.mtu,
+        firewalled=scenario.firewalled,
     ) as network:
         lab = Lab(scenario, network, folder, say)
         try:
