@@ -101,6 +101,9 @@ class NodeFigures:
     served: int = 0
     sent: int = 0
     """Bytes on its uplink, headers and control included."""
+    segments: int = 0
+    resent_segments: int = 0
+    """TCP segments that were sent a second time: lost in a queue that was full, or thought to be."""
     neighbours: int = 0
     fate: str = ""
     """"killed", "firewalled", or nothing special."""
@@ -195,6 +198,9 @@ class Outcome:
             "from_peers": round(from_peers / max(1, fetched), 3),
             "learner_sent_payloads": round(self.learner_served / max(1, self.payload_bytes), 2),
             "sent_over_needed": round(self.sent_bytes / max(1, fetched), 3),
+            "resent_segments": round(
+                sum(node.resent_segments for node in self.nodes) / max(1, sum(node.segments for node in self.nodes)), 3
+            ),
             "finished": len(self.times),
             "alive": len(self.survivors),
             "cpu_lab": round(sum(self.lab_cpu_s.values()) / (2 * wall_s), 3),
@@ -354,6 +360,7 @@ class Lab:
         before = await self.statuses()
         served = int((await self.tell(do="figures"))["bytes_served"])
         sent = self.network.counters()
+        segments = {node.host: processes.sent_segments(node.process.pid) for node in self.nodes}
         cpu = processes.lab_cpu_seconds(), processes.machine_cpu_seconds()
         announced = float((await self.tell(do="announce"))["at"])
         deadline = announced + MOST_TIMES_BOUND * outcome.bound_s + 60
@@ -380,6 +387,10 @@ class Lab:
             for name, times in (("heard_s", log.heard), ("fetched_s", log.fetched), ("held_s", log.held)):
                 if version in times:
                     setattr(figures, name, round(times[version] - announced, 2))
+            if not node.is_killed:
+                all_now, again_now = processes.sent_segments(node.process.pid)
+                figures.segments = all_now - segments[host][0]
+                figures.resent_segments = again_now - segments[host][1]
             if host in before and host in after:
                 figures.from_learner = after[host].bytes_from_learner - before[host].bytes_from_learner
                 figures.from_peers = after[host].bytes_from_peers - before[host].bytes_from_peers
