@@ -32,6 +32,13 @@ POINTS: Final[dict[str, str]] = {
     "weights.snapshot_copied": "worker: a snapshot is copied into memory, the chain not yet applied",
     "weights.applied": "worker: a patch has changed the image, nothing is verified",
     "weights.snapshot_written": "worker: a snapshot is written and not flushed",
+    # node: a working copy on a disk
+    "weights.undo_written": "worker: old words are in the undo log and not flushed",
+    "weights.undo_durable": "worker: the undo log has the old words of blocks that are untouched",
+    "weights.flipped": "worker: blocks have changed whose old words are in the undo log",
+    "weights.flushed": "worker: the image has its new root on the disk, the undo log is still there",
+    "weights.led_back": "worker: the undo log's words are back in the image and not flushed",
+    "weights.image_made": "worker: an image was made anew and is flushed, and has not its name",
     "keeper.verified": "the image has its new root, and nothing on disk says so",
     "keeper.written_down": "the new version is durable, and nobody has been told",
     "keeper.snapshot_durable": "a snapshot is durable, the state still names snapshot and chain before it",

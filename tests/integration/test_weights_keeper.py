@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rollmesh_peer import faults
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.keeper import Keeper, open_keeper
 from rollmesh_peer.weights.kept_state import SnapshotPolicy
+from rollmesh_peer.weights.lineage import Link
 from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol.errors import ChildFailed, HostError, LinkLost, Refused
 from rollmesh_protocol.layout import Layout
@@ -26,6 +27,7 @@ from tests.unit.weights.kit import (
     RUN,
     SignedEdge,
     anchor,
+    inode,
     nudged,
     patch,
     random_image,
@@ -44,8 +46,16 @@ NO_SNAPSHOTS = SnapshotPolicy(chain_patches=10_000, chain_most=10_000)
 class Bench:
     """One node's weights layer, opened as often as a test wants."""
 
-    def __init__(self, folder: Path, *, layout: Layout = MIXED, policy: SnapshotPolicy = NO_SNAPSHOTS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        layout: Layout = MIXED,
+        policy: SnapshotPolicy = NO_SNAPSHOTS,
+        is_on_disk: bool = False,
+    ) -> None:
         self.folder = folder
+        self.is_on_disk = is_on_disk
         self.layout = layout
         self.policy = policy
         self.now = 1000.0
@@ -60,7 +70,7 @@ class Bench:
             open_workshop(self.layout, environ=environ) as workshop,
             open_keeper(
                 self.folder / "weights",
-                ram_folder=self.folder / "memory",
+                ram_folder=None if self.is_on_disk else self.folder / "memory",
                 layout=self.layout,
                 store=store,
                 workshop=workshop,
@@ -75,7 +85,7 @@ class Bench:
         return write(self.folder / "base.image", image)
 
 
-def fetch(store: EdgeStore, *edges: SignedEdge) -> list[tuple[bytes, object]]:
+def fetch(store: EdgeStore, *edges: SignedEdge) -> list[Link]:
     """Every chunk of these edges, as the swarm would bring them; the path that they are."""
     for edge in edges:
         store.add_manifest(edge.name, edge.envelope)
@@ -451,29 +461,49 @@ async def test_a_worker_killed_between_patches_costs_nothing(bench: Bench, tmp_p
 
 
 @pytest.mark.slow
-async def test_a_worker_killed_at_random_moments_never_leaves_wrong_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_disk", [False, True])
+async def test_a_worker_killed_at_random_moments_never_leaves_wrong_weights(
+    tmp_path: Path, *, is_on_disk: bool
+) -> None:
     """Patch after patch, while the worker is killed at moments spread over the time that a patch takes."""
     layout = sized(16)
     base = random_image(layout, 1)
-    edges, images = versions(layout, base, first=2, last=7, chunk_bytes=1 << 18)
-    bench = Bench(tmp_path, layout=layout)
+    edges, images = versions(layout, base, first=2, last=20, chunk_bytes=1 << 18)
+    bench = Bench(tmp_path, layout=layout, is_on_disk=is_on_disk)
     kills = 0
     async with bench.opened() as (keeper, store):
         await keeper.adopt_base(bench.base(base))
-        for number, (edge, image) in enumerate(zip(edges, images, strict=True)):
-            path = fetch(store, edge)
-            before = await current(keeper)
-            # The kill before may have come after its patch: then another worker is only just starting.
-            async with keeper._workshop.supervisor.use() as worker, trio.open_nursery() as nursery:
-                nursery.start_soon(kill_after, worker.pid, 0.004 * number)
-                try:
-                    await keeper.advance(path)
-                except ChildFailed:
-                    kills += 1
-                    assert await current(keeper) == before
-                    await keeper.advance(path)
-            assert await current(keeper) == (image, edge.manifest.version)
-    assert kills > 0
+        made_once = inode(keeper.image, witnesses=tmp_path) if is_on_disk else 0
+        path = fetch(store, edges[0])
+        started = trio.current_time()
+        await keeper.advance(path)
+        step_s = (trio.current_time() - started) / (len(edges) - 3)
+    for first in range(1, len(edges), 3):  # a worker that dies oftener in one life of its daemon is kept waiting long
+        async with bench.opened() as (keeper, store):
+            for number in range(first, first + 3):
+                path = fetch(store, edges[number])
+                kills += await taken_under_fire(keeper, path, images[number - 1 : number + 1], step_s * (number - 1))
+            if is_on_disk:
+                assert inode(keeper.image, witnesses=tmp_path) == made_once
+    assert kills > 4
+
+
+async def taken_under_fire(keeper: Keeper, path: Sequence[Link], images: Sequence[bytes], seconds: float) -> bool:
+    """Take a path from the first image to the second while the worker is killed after ``seconds``; True if it hit."""
+    before = await current(keeper)
+    assert before[0] == images[0]
+    is_hit = False
+    # The kill before may have come after its patch: then another worker is only just starting.
+    async with keeper._workshop.supervisor.use() as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(kill_after, worker.pid, seconds)
+        try:
+            await keeper.advance(path)
+        except ChildFailed:
+            is_hit = True
+            assert await current(keeper) == before
+            await keeper.advance(path)
+    assert await current(keeper) == (images[1], path[-1][1].version)
+    return is_hit
 
 
 async def kill_after(pid: int, seconds: float) -> None:

@@ -1,11 +1,13 @@
 """Two small daemons that tests kill: a learner that publishes versions, and a node that fetches and takes them.
 
     python -m tests.integration.weights_programs learner FOLDER VERSIONS
-    python -m tests.integration.weights_programs node FOLDER
+    python -m tests.integration.weights_programs node FOLDER [disk]
     python -m tests.integration.weights_programs pack FOLDER VERSIONS
     python -m tests.integration.weights_programs full FOLDER
+    python -m tests.integration.weights_programs full-disk FOLDER
 
-Every image follows from its version number, so the tests know each bit that must come out.
+With ``disk`` the working copy is on the disk, else in memory. Every image follows from its version number, so the
+tests know each bit that must come out.
 """
 
 from __future__ import annotations
@@ -16,20 +18,32 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import trio
 
 from rollmesh_learner.publishing.publisher import Publisher
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.keeper import open_keeper
-from rollmesh_peer.weights.kept_state import SnapshotPolicy
+from rollmesh_peer.weights.kept_state import STATE_BYTES, KeptState, SnapshotPolicy
 from rollmesh_peer.weights.ram import open_place
 from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError, Refused
 from rollmesh_protocol.manifest import open_manifest
 from rollmesh_protocol.messages import Head
-from tests.unit.weights.kit import LEARNER, RUN, SignedEdge, nudged, random_image, root_of, sized, versions
+from tests.unit.weights.kit import (
+    LEARNER,
+    RUN,
+    SignedEdge,
+    anchor,
+    inode,
+    nudged,
+    random_image,
+    root_of,
+    sized,
+    versions,
+)
 
 LAYOUT = sized(2)
 BASE = random_image(LAYOUT, 1)
@@ -106,14 +120,15 @@ def tell(folder: Path, head: Head) -> None:
     print("published", head.version, flush=True)
 
 
-async def node(folder: Path) -> None:
+async def node(folder: Path, *, ram_folder: Path | None) -> None:
     """Fetch and take every edge in ``folder``/source, in order of versions."""
-    (folder / "memory").mkdir(exist_ok=True)
+    if ram_folder is not None:
+        ram_folder.mkdir(exist_ok=True)
     store = EdgeStore(folder / "edges", run=RUN, learner=LEARNER.peer, layout=LAYOUT, quota_bytes=1 << 32)
     async with (
         open_workshop(LAYOUT) as workshop,
         open_keeper(
-            folder / "weights", ram_folder=folder / "memory", layout=LAYOUT, store=store, workshop=workshop,
+            folder / "weights", ram_folder=ram_folder, layout=LAYOUT, store=store, workshop=workshop,
             policy=SnapshotPolicy(chain_patches=3),
         ) as keeper,
     ):  # fmt: skip
@@ -179,6 +194,57 @@ async def full(folder: Path) -> None:
         print("took", keeper.version, flush=True)
 
 
+async def full_disk(folder: Path) -> None:
+    """``folder``/disk is a small disk with the working copy on it: there is no room for an undo log, then just enough.
+
+    Says what happened, and in the end which version the state names that is durable.
+    """
+    limits.FREE_DISK_BYTES = 0  # type: ignore[misc]  # so that it can be filled to the last byte
+    disk = folder / "disk"
+    v2, v3, *_ = unpack(folder / "source")
+    store = EdgeStore(disk / "edges", run=RUN, learner=LEARNER.peer, layout=LAYOUT, quota_bytes=1 << 32)
+    async with (
+        open_workshop(LAYOUT) as workshop,
+        open_keeper(disk / "weights", ram_folder=None, layout=LAYOUT, store=store, workshop=workshop) as keeper,
+        AsyncExitStack() as pins,
+    ):
+        leap = anchor(LAYOUT, nudged(LAYOUT, nudged(LAYOUT, nudged(LAYOUT, BASE, 2), 3), 4), version=4)
+        pins.enter_context(store.pin(leap.name))
+        base = folder / "base.image"
+        base.write_bytes(BASE)
+        await keeper.adopt_base(base)
+        for edge in (v2, v3, leap):
+            fetch(store, edge)
+        await keeper.advance([v2.link])
+        made_once = inode(keeper.image, witnesses=disk)
+        filler = fill(disk)
+        for edge in (v3, leap):
+            try:
+                await keeper.advance([edge.link])
+            except HostError as error:
+                print("took none:", str(error).replace(f"{folder}/", "").replace(leap.name.hex(), "4"), flush=True)
+            async with keeper.reading() as view:
+                print("held", view.version, root_of(LAYOUT, view.image.read_bytes()) == v2.manifest.root, flush=True)
+        print("refused", keeper.is_refused(v3.name), sorted(file.name for file in keeper.image.parent.iterdir()))
+        # Room for the log to the last page, so that the state does not fit beside it.
+        os.truncate(filler, filler.stat().st_size - pages_of_log(nudged(LAYOUT, BASE, 2)) * PAGE)
+        await keeper.advance([v3.link])
+        async with keeper.reading() as view:
+            print("took", view.version, root_of(LAYOUT, view.image.read_bytes()) == v3.manifest.root, flush=True)
+        state = KeptState.decode((disk / "weights" / "weights.state").read_bytes(), limit=STATE_BYTES)
+        print("written", state.version, "once made", inode(keeper.image, witnesses=disk) == made_once, flush=True)
+
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def pages_of_log(old: bytes) -> int:
+    """Pages that the undo log of version 3 takes: four bytes and two for every changed weight, and its heads."""
+    new = nudged(LAYOUT, old, 3)
+    changes = np.count_nonzero(np.frombuffer(old, "<u2") != np.frombuffer(new, "<u2"))
+    return -(-(6 * int(changes) + 200) // PAGE)
+
+
 def fetch(store: EdgeStore, edge: SignedEdge) -> None:
     store.add_manifest(edge.name, edge.envelope)
     for index in range(edge.manifest.chunk_count):
@@ -220,8 +286,11 @@ if __name__ == "__main__":
     if what == "learner":
         trio.run(learner, where, int(sys.argv[3]))
     elif what == "node":
-        trio.run(node, where)
+        is_on_disk = "disk" in sys.argv[3:]
+        trio.run(lambda: node(where, ram_folder=None if is_on_disk else where / "memory"))
     elif what == "full":
         trio.run(full, where)
+    elif what == "full-disk":
+        trio.run(full_disk, where)
     else:
         pack(where, int(sys.argv[3]))

@@ -97,11 +97,25 @@ def take_file(source: Path, path: Path) -> None:
             raise
 
 
-def copy_bytes(source: Path, target: Path) -> None:
-    """Copy a file's content into a new file, in the kernel where it can. Not flushed. Raises ``OSError``."""
+def remove_file(path: Path) -> bool:
+    """``path`` is gone for good; False when it was not there."""
+    with disk_errors(f"{path.name} cannot be removed"):
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        sync_folder(path.parent)
+    return True
+
+
+def copy_bytes(source: Path, target: Path, *, may_share: bool = True) -> None:
+    """Copy a file's content into a new file, in the kernel where it can. Not flushed. Raises ``OSError``.
+
+    Where ``may_share`` is True the two files may lie in the same blocks of the disk until one of them is changed.
+    """
     with source.open("rb") as reading, target.open("wb") as writing:
         remaining = os.fstat(reading.fileno()).st_size
-        while remaining:
+        while remaining and may_share:
             moved = _in_kernel(reading.fileno(), writing.fileno(), min(remaining, COPY_BYTES))
             if not moved:
                 break

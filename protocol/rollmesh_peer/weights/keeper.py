@@ -2,9 +2,10 @@
 
 The invariant: whoever reads sees an image whose root was verified, and it does not change while it is read. Weights
 advance along signed edges only; a version counts once every tensor's digest was compared with the manifest, and then
-it is written down. The image itself is never trusted after a restart: it is made anew from what is on disk, a snapshot
-(or an anchor) and the chain of patches after it. Anything that does not fit is undone or made anew from there, and the
-edge that was to blame is not taken again.
+it is written down. After a restart the image is made anew from what is on disk, a snapshot (or an anchor) and the chain
+of patches after it; where the image itself is on a disk it is taken up as it is, once what was cut off is undone and
+every digest compared. Anything that does not fit is undone or made anew from there, and the edge that was to blame is
+not taken again.
 
 Not here: fetching (follower, swarm), choosing a way (rollmesh_protocol.edges), the arithmetic (worker).
 """
@@ -25,6 +26,7 @@ from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.gate import Gate
+from rollmesh_peer.weights.image_file import kept_names
 from rollmesh_peer.weights.kept_state import Named, SnapshotPolicy
 from rollmesh_peer.weights.lineage import Lineage, Link, Origin, named
 from rollmesh_peer.weights.ram import open_place
@@ -61,6 +63,7 @@ class Keeper:
         lineage: Lineage,
         *,
         image: Path,
+        is_on_disk: bool,
         store: EdgeStore,
         workshop: Workshop,
         policy: SnapshotPolicy,
@@ -74,7 +77,7 @@ class Keeper:
         self._lineage = lineage
         self._store = store
         self._workshop = workshop
-        self._copy = WorkingCopy(image, store=store, workshop=workshop)
+        self._copy = WorkingCopy(image, is_on_disk=is_on_disk, store=store, workshop=workshop)
         self._policy = policy
         self._clock = clock
         self._gate = Gate("the weights")
@@ -229,7 +232,7 @@ class Keeper:
         log.warning("version %d is not taken: %s", path[-1][1].version, outcome.failure)
         if isinstance(outcome.failure, Refused) and len(path) == 1:
             self._refused.add(path[0][0])
-        if outcome.is_torn:
+        if outcome.is_torn and not (self._held is not None and await self._copy.recover(self._held)):
             await self._restore()
         return outcome.failure
 
@@ -246,8 +249,10 @@ class Keeper:
         fault_point("keeper.verified")
         self._lineage.extend(path)
         self._hold(named(path[-1][1]))
-        await self._write_down()
+        is_written = await self._write_down()
         fault_point("keeper.written_down")
+        if await self._copy.settle() and not is_written:
+            await self._write_down()  # the undo log may have been what filled the disk
         log.debug("the weights are version %d, step %d", self.version, self.step)
 
     def _hold(self, held: Named | None) -> None:
@@ -283,16 +288,16 @@ class Keeper:
             raise trouble
 
     async def _try(self, origin: Origin) -> bool:
-        """Make the image from ``origin``, as far along its patches as everything is good."""
-        answer = await self._copy.make(origin)
-        if answer.applied < 0:
-            log.warning("%s is damaged: %s", origin.file.name, answer.detail)
-            return False
-        if answer.applied < len(origin.patches):
-            log.warning(
-                "the chain is good for %d of %d patches: %s", answer.applied, len(origin.patches), answer.detail
-            )
-        patches = origin.patches[: answer.applied]
+        """Make the image from ``origin``, as far along its patches as everything is good, unless it is made already."""
+        patches = origin.patches
+        if not await self._copy.recover(origin.end):
+            answer = await self._copy.make(origin)
+            if answer.applied < 0:
+                log.warning("%s is damaged: %s", origin.file.name, answer.detail)
+                return False
+            if answer.applied < len(patches):
+                log.warning("the chain is good for %d of %d patches: %s", answer.applied, len(patches), answer.detail)
+            patches = patches[: answer.applied]
         if origin.anchor is not None:
             self._lineage.set(None, (origin.anchor, *patches))
         else:
@@ -304,13 +309,15 @@ class Keeper:
     def _view(self, held: Named) -> View:
         return View(self.image, held.root, held.version, held.step)
 
-    async def _write_down(self) -> None:
+    async def _write_down(self) -> bool:
         """Make the present state durable. A disk that fails costs a restart some progress, and no weights now."""
         try:
             with durable.disk_errors("the state of the weights cannot be written"):
                 await trio.to_thread.run_sync(lambda: self._lineage.write(self._held, highest=self.highest))
         except HostError as error:
             log.warning("%s; a restart will begin further back", error)
+            return False
+        return True
 
     async def _snapshot_if_due(self) -> None:
         """Replace a long chain by a snapshot. A disk that fails costs nothing: the chain grows on."""
@@ -344,19 +351,20 @@ async def open_keeper(
 ) -> AsyncIterator[Keeper]:
     """A keeper whose snapshots and state are in ``folder`` and whose image is in ``ram_folder`` (None: on disk).
 
-    Call :meth:`Keeper.restore` next. The image is gone when the block is left.
+    Call :meth:`Keeper.restore` next. The image is gone when the block is left, unless it is on disk.
 
     Raises:
         HostError: neither memory nor disk has room for an image, or another process uses the folder.
     """
     lineage = await trio.to_thread.run_sync(lambda: Lineage(folder, layout=layout, store=store))
     with ExitStack() as stack:
-        opening = open_place(folder, ram_folder=ram_folder, needed_bytes=layout.image_bytes)
+        opening = open_place(folder, ram_folder=ram_folder, needed_bytes=layout.image_bytes, kept=kept_names(_IMAGE))
         place = await trio.to_thread.run_sync(stack.enter_context, opening)
         try:
             yield Keeper(
                 lineage,
                 image=place.folder / _IMAGE,
+                is_on_disk=not place.is_memory,
                 store=store,
                 workshop=workshop,
                 policy=policy or SnapshotPolicy(),

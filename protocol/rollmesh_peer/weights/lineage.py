@@ -39,6 +39,11 @@ class Origin:
     """Set when the file is an anchor's payload and not a snapshot."""
     patches: tuple[Link, ...]
 
+    @property
+    def end(self) -> Named:
+        """The weights that all of it leads to."""
+        return named(self.patches[-1][1]) if self.patches else self.start
+
 
 class Lineage:
     """The snapshot and the chain of one keeper, in ``folder``."""

@@ -3,8 +3,8 @@
 Working copies change almost every page with every version, which would wear a disk out; so they lie in a folder of a
 RAM-backed file system, ``<ram folder>/rollmesh-<user>/<digest of the data folder>``, mode 0700. A place belongs to the
 process that holds its lock; places whose lock nobody holds are what killed processes left, and go at the next start.
-Where memory does not suffice, a folder beside the data is used instead, and said so. Nothing here survives a restart,
-and nothing that must survive one lies here.
+Where memory does not suffice, a folder beside the data is used instead, and said so. There, and only there, files that
+the owner names survive a restart, so that they need not be written again; nothing that must survive one lies here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -43,26 +43,30 @@ class Place:
 
 
 @contextlib.contextmanager
-def open_place(data_folder: Path, *, ram_folder: Path | None, needed_bytes: int) -> Iterator[Place]:
+def open_place(
+    data_folder: Path, *, ram_folder: Path | None, needed_bytes: int, kept: Collection[str] = ()
+) -> Iterator[Place]:
     """An empty place for images of ``needed_bytes`` together; it and all in it is gone when the block is left.
 
-    ``ram_folder`` None asks for the disk. Blocks for moments (long only where a killed process left much).
+    On a disk, files whose names are in ``kept`` are the exception: they are found again by the next owner, until one
+    has memory. ``ram_folder`` None asks for the disk. Blocks for moments (long only where a killed process left much).
 
     Raises:
         HostError: neither memory nor disk has the room, with the numbers; or another process uses the place.
     """
     with contextlib.ExitStack() as stack:
         reasons = []
+        folder = data_folder / DISK_FOLDER
         if ram_folder is not None:
             found = _open_in_memory(stack, data_folder, ram_folder=ram_folder, needed_bytes=needed_bytes)
             if isinstance(found, Place):
+                _discard(folder)
                 yield found
                 return
             reasons.append(found)
             log.warning("the weights are kept on disk instead of in memory: %s", found)
-        folder = data_folder / DISK_FOLDER
-        stack.enter_context(_owned(private_folder(folder)))
-        free = durable.free_bytes(folder)
+        stack.enter_context(_owned(private_folder(folder), kept=kept))
+        free = durable.free_bytes(folder) + sum(file.stat().st_size for file in folder.iterdir())
         if free < needed_bytes:
             reasons.append(f"{folder} has {_gib(free)} free")
             raise HostError(f"there is no room for weights of {_gib(needed_bytes)}: {'; '.join(reasons)}")
@@ -93,7 +97,7 @@ def _open_in_memory(
     except HostError as error:  # somebody else made it: memory is a convenience, not worth a dispute
         return error.detail
     try:
-        with _locked(home / _LOCK, wait=True):
+        with locked(home / _LOCK, wait=True):
             _reclaim(home)
             left = memory_left(ram_folder)
             if left < needed_bytes:
@@ -107,28 +111,40 @@ def _open_in_memory(
 
 def _reclaim(home: Path) -> None:
     for place in home.iterdir():
-        if not place.is_dir() or place.is_symlink():
-            continue
-        with contextlib.suppress(HostError), _locked(place / _LOCK, wait=False):
-            shutil.rmtree(place, ignore_errors=True)
+        if place.is_dir() and not place.is_symlink() and _discard(place):
             log.info("reclaimed the memory of a process that is gone: %s", place)
 
 
+def _discard(place: Path) -> bool:
+    """Remove a place that nobody owns; False where there is none."""
+    with contextlib.suppress(HostError, FileNotFoundError), locked(place / _LOCK, wait=False):
+        shutil.rmtree(place, ignore_errors=True)
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, find it empty, and remove it in the end."""
-    with _locked(folder / _LOCK, wait=False):
-        for leftover in folder.iterdir():
-            if leftover.name != _LOCK:
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+def _owned(folder: Path, *, kept: Collection[str] = ()) -> Iterator[None]:
+    """Hold the folder's lock, find it empty but for ``kept``, and remove it in the end, or all but ``kept``."""
+    with locked(folder / _LOCK, wait=False):
+        _empty(folder, kept={_LOCK, *kept})
         try:
             yield
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if any((folder / name).exists() for name in kept):
+                _empty(folder, kept={_LOCK, *kept})
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _empty(folder: Path, *, kept: Collection[str]) -> None:
+    for leftover in folder.iterdir():
+        if leftover.name not in kept:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[None]:
+def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends."""
     try:
         import fcntl

@@ -1,17 +1,16 @@
 """The weights worker: a child process that encodes, applies and digests, so that no daemon ever does.
 
 It works on images in place through shared mappings and holds nothing between calls but the layout. An image counts
-only once its tensors' digests were compared; what a killed worker leaves behind is for the keeper to discard. Numpy,
-numba, blake3 and zstandard only. Run as ``python -m rollmesh_peer.weights.worker`` by
+only once its tensors' digests were compared. What a killed worker leaves in memory is for the keeper to discard; an
+image on a disk is changed under an undo log (:mod:`rollmesh_peer.weights.undo_file`), and the next worker leads it back
+or on. Numpy, numba, blake3 and zstandard only. Run as ``python -m rollmesh_peer.weights.worker`` by
 :mod:`rollmesh_peer.weights.workshop`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,8 @@ from rollmesh_peer.children.child import run_child
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
+from rollmesh_peer.weights.image_file import copy, flush, mapped, undo_path, unnamed_path, written_alone
+from rollmesh_peer.weights.undo_file import UndoFile
 from rollmesh_peer.weights.worker_calls import (
     ApplyAnswer,
     ApplyCall,
@@ -30,6 +31,8 @@ from rollmesh_peer.weights.worker_calls import (
     Done,
     EncodeCall,
     OpenCall,
+    RecoverAnswer,
+    RecoverCall,
     RestoreAnswer,
     RestoreCall,
     SnapshotCall,
@@ -39,6 +42,7 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
 from rollmesh_protocol.layout import Layout
 from rollmesh_protocol.manifest import split_digests
+from rollmesh_protocol.patch.blocks import blocks_of
 from rollmesh_protocol.patch.codec import Flips, decoded, encode_patch
 
 UNDO_BYTES: Final = 256 << 20
@@ -54,6 +58,12 @@ class UndoLog:
         self._flips: list[Flips] = []
         self._room = most_bytes
         self._is_given_up = False
+
+    def guarded(self, _image: memoryview, changes: Iterable[Flips]) -> Iterator[Flips]:
+        """The changes of one step, each handed out once it is noted."""
+        for flips in changes:
+            self.add(flips)
+            yield flips
 
     def add(self, flips: Flips) -> None:
         """Note what is going to be flipped."""
@@ -81,6 +91,7 @@ class WeightsWorker:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
+        self._free_disk_bytes = 0
         self._threads = 1
         self._executor: ThreadPoolExecutor | None = None
 
@@ -94,6 +105,7 @@ class WeightsWorker:
         """Learn the layout."""
         call = OpenCall.read(body)
         self._layout = _WireLayout.decode(call.layout, limit=limits.CARD_BYTES)
+        self._free_disk_bytes = call.free_disk_bytes
         self._threads = call.threads
         self._executor = ThreadPoolExecutor(call.threads, thread_name_prefix="block") if call.threads > 1 else None
         return Done().model_dump()
@@ -101,7 +113,7 @@ class WeightsWorker:
     def digest(self, body: Body) -> Body:
         """Digest every tensor of an image, and the image in chunks."""
         call = DigestCall.read(body)
-        with _mapped(call.image, length=self.layout.image_bytes) as image:
+        with mapped(Path(call.image), length=self.layout.image_bytes) as image:
             tensors = self._tensor_digests(image)
             return Digests(
                 tensors=b"".join(tensors),
@@ -114,7 +126,7 @@ class WeightsWorker:
         """Write the patch between two images to a file."""
         call = EncodeCall.read(body)
         length = self.layout.image_bytes
-        with _mapped(call.old, length=length) as old, _mapped(call.new, length=length) as new:
+        with mapped(Path(call.old), length=length) as old, mapped(Path(call.new), length=length) as new:
             payload = encode_patch(self.layout, old=old, new=new, executor=self._executor) or b""
             tensors = self._tensor_digests(new)
         fault_point("weights.encoded")
@@ -130,33 +142,82 @@ class WeightsWorker:
     def apply(self, body: Body) -> Body:
         """Advance an image; on anything wrong undo it, as far as that is possible."""
         call = ApplyCall.read(body)
-        expected = call.steps[-1].tensors
-        undo = UndoLog()
-        touched: set[int] = set()
-        with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
-            try:
-                for step in call.steps:
-                    touched.update(self._apply_step(image, step, undo))
-                    fault_point("weights.applied")
-                self._verify(image, touched, before=call.before, after=expected)
-            except (Refused, HostError) as error:
-                undone = undo.lead_back(image) and self._is_whole(image, call.before)
-                return ApplyAnswer(
-                    outcome="undone" if undone else "broken", code=error.code, detail=error.detail
-                ).model_dump()
-        return ApplyAnswer(outcome="applied", code="", detail="").model_dump()
+        if not call.is_on_disk:
+            return self._apply(call, UndoLog()).model_dump()
+        image = Path(call.image)
+        undo = UndoFile(
+            undo_path(image),
+            layout=self.layout,
+            blocks=blocks_of(self.layout),
+            before=self._root(call.before),
+            after=self._root(call.steps[-1].tensors),
+            spare_bytes=self._free_disk_bytes,
+        )
+        with written_alone(image):
+            answer = self._apply(call, undo)
+            if answer.outcome == "undone":
+                undo.remove()
+        return answer.model_dump()
 
     def restore(self, body: Body) -> Body:
-        """Make an image from a snapshot and a chain: quickly, and with every step verified if that does not fit."""
+        """Make an image from a snapshot and a chain."""
         call = RestoreCall.read(body)
+        if not call.is_on_disk:
+            return self._restore(call).model_dump()
+        image = Path(call.image)
+        unnamed = unnamed_path(image)
+        with written_alone(image):
+            if not call.keeps_old:
+                durable.remove_file(undo_path(image))
+                durable.remove_file(image)
+            try:
+                answer = self._restore(call.model_copy(update={"image": str(unnamed)}))
+                if answer.applied == len(call.steps) or (answer.applied >= 0 and not call.keeps_old):
+                    self._give_name(unnamed, image)
+            finally:
+                unnamed.unlink(missing_ok=True)
+        return answer.model_dump()
+
+    def recover(self, body: Body) -> Body:
+        """Use an image that is on the disk: undo what was begun from these digests, and compare every one of them."""
+        call = RecoverCall.read(body)
+        path = Path(call.image)
+        if not path.exists():
+            return RecoverAnswer(is_good=False, detail="").model_dump()
+        with written_alone(path), mapped(path, length=self.layout.image_bytes, writable=True) as image:
+            undo = UndoFile.found(undo_path(path), layout=self.layout, blocks=blocks_of(self.layout))
+            # A log that began elsewhere is of no use: it led here, and the image was flushed before that was written
+            # down; or it leads from weights that are not wanted, and then the digests differ.
+            is_begun = undo is not None and undo.before == self._root(call.tensors) and undo.lead_back(image)
+            if is_begun:
+                fault_point("weights.led_back")
+            try:
+                self._verify(image, None, before=b"", after=call.tensors)
+            except Refused as error:
+                return RecoverAnswer(is_good=False, detail=error.detail).model_dump()
+            if is_begun:
+                flush(path, image)
+            durable.remove_file(undo_path(path))
+        return RecoverAnswer(is_good=True, detail="").model_dump()
+
+    def _give_name(self, unnamed: Path, image: Path) -> None:
+        with mapped(unnamed, length=self.layout.image_bytes, writable=True) as made:
+            flush(unnamed, made)
+        fault_point("weights.image_made")
+        durable.remove_file(undo_path(image))
+        with durable.disk_errors(f"{image} cannot be written"):
+            durable.settle(unnamed, image)
+
+    def _restore(self, call: RestoreCall) -> RestoreAnswer:
+        """Quickly, and with every step verified if that does not fit."""
         with durable.disk_errors(f"{call.snapshot} cannot be read"):
             size = Path(call.snapshot).stat().st_size
         if size != self.layout.image_bytes:
             detail = f"it has {size} bytes instead of {self.layout.image_bytes}"
-            return RestoreAnswer(applied=-1, detail=detail).model_dump()
-        _copy(Path(call.snapshot), Path(call.image))
+            return RestoreAnswer(applied=-1, detail=detail)
+        copy(Path(call.snapshot), Path(call.image), may_share=not call.is_on_disk)
         fault_point("weights.snapshot_copied")
-        with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
+        with mapped(Path(call.image), length=self.layout.image_bytes, writable=True) as image:
             try:
                 for step in call.steps:
                     self._apply_step(image, step, UndoLog(most_bytes=0))
@@ -164,8 +225,8 @@ class WeightsWorker:
             except (Refused, HostError) as error:
                 reason = error.detail
             else:
-                return RestoreAnswer(applied=len(call.steps), detail="").model_dump()
-        return self._restore_slowly(call, reason).model_dump()
+                return RestoreAnswer(applied=len(call.steps), detail="")
+        return self._restore_slowly(call, reason)
 
     def snapshot(self, body: Body) -> Body:
         """Copy an image to the disk."""
@@ -174,7 +235,7 @@ class WeightsWorker:
         unfinished = path.with_name(path.name + durable.UNFINISHED)
         with durable.disk_errors("the snapshot of the weights cannot be written"):
             try:
-                durable.copy_bytes(Path(call.image), unfinished)
+                durable.copy_bytes(Path(call.image), unfinished, may_share=not call.is_on_disk)
                 fault_point("weights.snapshot_written")
                 durable.sync_file(unfinished)
                 durable.settle(unfinished, path)
@@ -191,13 +252,34 @@ class WeightsWorker:
             "encode": self.encode,
             "apply": self.apply,
             "restore": self.restore,
+            "recover": self.recover,
             "snapshot": self.snapshot,
         }
 
     # --- applying ----------------------------------------------------------------------------------------------------
-    def _apply_step(self, image: memoryview, step: Step, undo: UndoLog) -> set[int]:
+    def _apply(self, call: ApplyCall, undo: UndoLog | UndoFile) -> ApplyAnswer:
+        path = Path(call.image)
+        touched: set[int] = set()
+        with mapped(path, length=self.layout.image_bytes, writable=True) as image:
+            try:
+                for step in call.steps:
+                    touched.update(self._apply_step(image, step, undo))
+                    fault_point("weights.applied")
+                self._verify(image, touched, before=call.before, after=call.steps[-1].tensors)
+                if call.is_on_disk:
+                    flush(path, image)
+                    fault_point("weights.flushed")
+            except (Refused, HostError) as error:
+                is_undone = undo.lead_back(image) and self._is_whole(image, call.before)
+                if is_undone and call.is_on_disk:
+                    fault_point("weights.led_back")
+                    flush(path, image)
+                return ApplyAnswer(outcome="undone" if is_undone else "broken", code=error.code, detail=error.detail)
+        return ApplyAnswer(outcome="applied", code="", detail="")
+
+    def _apply_step(self, image: memoryview, step: Step, undo: UndoLog | UndoFile) -> set[int]:
         """One payload, its chunks verified first; the tensors that it touched."""
-        with _mapped(step.payload) as payload:
+        with mapped(Path(step.payload)) as payload:
             if _chunk_digests(payload, step.chunk_bytes) != step.chunks:
                 raise Refused("chunk.digest", f"{Path(step.payload).name} has changed on the disk")
             if step.is_anchor:
@@ -208,8 +290,7 @@ class WeightsWorker:
                 return set(range(len(self.layout.tensors)))
             touched: set[int] = set()
             with contextlib.closing(decoded(self.layout, image, payload, executor=self._executor)) as blocks:
-                for flips in blocks:
-                    undo.add(flips)
+                for flips in undo.guarded(image, blocks):
                     flips.apply(image)
                     touched |= flips.touched
             return touched
@@ -228,25 +309,26 @@ class WeightsWorker:
         return b"".join(self._tensor_digests(image)) == tensors
 
     def _restore_slowly(self, call: RestoreCall, reason: str) -> RestoreAnswer:
-        _copy(Path(call.snapshot), Path(call.image))
-        with _mapped(call.image, length=self.layout.image_bytes, writable=True) as image:
+        copy(Path(call.snapshot), Path(call.image), may_share=not call.is_on_disk)
+        with mapped(Path(call.image), length=self.layout.image_bytes, writable=True) as image:
             try:
                 self._verify(image, None, before=b"", after=call.tensors)
             except Refused as error:
                 return RestoreAnswer(applied=-1, detail=error.detail)
             before = call.tensors
             for applied, step in enumerate(call.steps):
-                answer = ApplyAnswer.read(
-                    self.apply(ApplyCall(image=call.image, before=before, steps=[step]).model_dump())
-                )
+                answer = self._apply(ApplyCall(image=call.image, before=before, steps=[step]), UndoLog())
                 if answer.outcome == "broken":
                     # Only what came before this step is good, and it is lost: make that much again.
                     shorter = call.model_copy(update={"steps": call.steps[:applied]})
-                    return RestoreAnswer.read(self.restore(shorter.model_dump()))
+                    return self._restore(shorter)
                 if answer.outcome == "undone":
                     return RestoreAnswer(applied=applied, detail=answer.detail)
                 before = step.tensors
         return RestoreAnswer(applied=len(call.steps), detail=reason)
+
+    def _root(self, tensors: bytes) -> bytes:
+        return self.layout.root(split_digests(tensors))
 
     # --- digests -----------------------------------------------------------------------------------------------------
     def _tensor_digests(self, image: memoryview) -> tuple[bytes, ...]:
@@ -267,30 +349,6 @@ class _WireLayout(Layout):
 def _chunk_digests(payload: memoryview, chunk_bytes: int) -> bytes:
     starts = range(0, len(payload), chunk_bytes)
     return b"".join(blake3(payload[start : start + chunk_bytes]).digest() for start in starts)
-
-
-@contextlib.contextmanager
-def _mapped(path: str, *, length: int | None = None, writable: bool = False) -> Iterator[memoryview]:
-    """A file's bytes, shared with everybody else who maps it."""
-    with durable.disk_errors(f"{path} cannot be read"), Path(path).open("r+b" if writable else "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0 or length not in (None, size):
-            raise HostError(f"{path} has {size} bytes where {length} are expected")
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-    view = memoryview(mapping)
-    try:
-        yield view
-    finally:
-        # Arrays in the frames of an exception on its way may still look at it; then the last of them closes it.
-        with contextlib.suppress(BufferError):
-            view.release()
-            mapping.close()
-
-
-def _copy(source: Path, target: Path) -> None:
-    with durable.disk_errors(f"{source} cannot be copied to {target}"):
-        target.unlink(missing_ok=True)  # never truncated: somebody's mapping of it would end in SIGBUS
-        durable.copy_bytes(source, target)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from rollmesh_protocol.record import Record
 
 
 class OpenCall(Record):
-    """The first call: the run's tensors, and how many threads digests may use."""
+    """The first call: the run's tensors, what is left free on a disk, and how many threads digests may use."""
 
     layout: bytes
+    free_disk_bytes: int = Field(ge=0)
     threads: int = Field(ge=1, le=64)
 
 
@@ -33,9 +34,13 @@ class Step(Record):
 
 
 class ApplyCall(Record):
-    """Apply ``steps`` to ``image`` in place, whose tensors have the digests ``before`` now."""
+    """Apply ``steps`` to ``image`` in place, whose tensors have the digests ``before`` now.
+
+    On a disk the image is flushed before the answer is ``applied``; its undo log is left for the daemon to remove.
+    """
 
     image: str
+    is_on_disk: bool = False
     before: bytes
     steps: list[Step]
 
@@ -49,9 +54,15 @@ class ApplyAnswer(Record):
 
 
 class RestoreCall(Record):
-    """Make ``image`` anew: ``snapshot``, whose tensors have the digests ``tensors``, and then ``steps``."""
+    """Make ``image`` anew: ``snapshot``, whose tensors have the digests ``tensors``, and then ``steps``.
+
+    On a disk it has its name only once it is flushed. With ``keeps_old`` (there only) the image that there was is
+    replaced by one with all the steps, or stays; without, it goes first to make room.
+    """
 
     image: str
+    is_on_disk: bool = False
+    keeps_old: bool = False
     snapshot: str
     tensors: bytes
     steps: list[Step]
@@ -61,6 +72,20 @@ class RestoreAnswer(Record):
     """How many of the steps the image has now, all verified; -1 when the snapshot itself is not what it should be."""
 
     applied: int
+    detail: str
+
+
+class RecoverCall(Record):
+    """Use the ``image`` that an earlier worker left on a disk, if its tensors have, or had, the digests ``tensors``."""
+
+    image: str
+    tensors: bytes
+
+
+class RecoverAnswer(Record):
+    """``is_good``: the image has these digests, is durable, and nothing is to be undone. ``detail``: why not."""
+
+    is_good: bool
     detail: str
 
 
@@ -90,10 +115,11 @@ class Digests(Record):
 
 
 class SnapshotCall(Record):
-    """Copy ``image`` to the file ``path``, durable before it has that name."""
+    """Copy ``image`` (which is on a disk, or in memory) to the file ``path``, durable before it has that name."""
 
     image: str
     path: str
+    is_on_disk: bool = False
 
 
 class Done(Record):

@@ -25,11 +25,14 @@ from rollmesh_peer.weights.worker_calls import (
     Digests,
     EncodeCall,
     OpenCall,
+    RecoverAnswer,
+    RecoverCall,
     RestoreAnswer,
     RestoreCall,
     SnapshotCall,
     Step,
 )
+from rollmesh_protocol import limits
 from rollmesh_protocol.layout import Layout
 from rollmesh_protocol.record import Record
 
@@ -63,19 +66,40 @@ class Workshop:
         call = EncodeCall(old=str(old), new=str(new), payload=str(payload), chunk_bytes=chunk_bytes)
         return Digests.read(await self._call("encode", call))
 
-    async def apply(self, image: Path, *, before: bytes, steps: Sequence[Step]) -> ApplyAnswer:
-        """Apply ``steps`` to ``image``, whose tensors have the digests ``before``."""
-        call = ApplyCall(image=str(image), before=before, steps=list(steps))
-        return ApplyAnswer.read(await self._call("apply", call, passes=2 * len(steps) + 2))
+    async def apply(
+        self, image: Path, *, before: bytes, steps: Sequence[Step], is_on_disk: bool = False
+    ) -> ApplyAnswer:
+        """Apply ``steps`` to ``image``, whose tensors have the digests ``before``; on a disk under its undo log."""
+        call = ApplyCall(image=str(image), is_on_disk=is_on_disk, before=before, steps=list(steps))
+        return ApplyAnswer.read(await self._call("apply", call, passes=(4 if is_on_disk else 2) * (len(steps) + 1)))
 
-    async def restore(self, image: Path, *, snapshot: Path, tensors: bytes, steps: Sequence[Step]) -> RestoreAnswer:
-        """Make ``image`` from ``snapshot``, whose tensors have the digests ``tensors``, and all steps that are good."""
-        call = RestoreCall(image=str(image), snapshot=str(snapshot), tensors=tensors, steps=list(steps))
+    async def restore(
+        self,
+        image: Path,
+        *,
+        snapshot: Path,
+        tensors: bytes,
+        steps: Sequence[Step],
+        is_on_disk: bool = False,
+        keeps_old: bool = False,
+    ) -> RestoreAnswer:
+        """Make ``image`` from ``snapshot``, whose tensors have the digests ``tensors``, and all steps that are good.
+
+        On a disk, ``keeps_old`` leaves the image that there is in its place unless every step is good.
+        """
+        call = RestoreCall(
+            image=str(image), is_on_disk=is_on_disk, keeps_old=keeps_old, snapshot=str(snapshot), tensors=tensors,
+            steps=list(steps),
+        )  # fmt: skip
         return RestoreAnswer.read(await self._call("restore", call, passes=4 * len(steps) + 4))
 
-    async def snapshot(self, image: Path, path: Path) -> None:
+    async def recover(self, image: Path, *, tensors: bytes) -> RecoverAnswer:
+        """Lead ``image``, left on a disk by an earlier worker, to the digests ``tensors``, if it has or had them."""
+        return RecoverAnswer.read(await self._call("recover", RecoverCall(image=str(image), tensors=tensors), passes=4))
+
+    async def snapshot(self, image: Path, path: Path, *, is_on_disk: bool = False) -> None:
         """Copy ``image`` to ``path``, durable before it has that name. HostError when the disk is full."""
-        await self._call("snapshot", SnapshotCall(image=str(image), path=str(path)), passes=2)
+        await self._call("snapshot", SnapshotCall(image=str(image), path=str(path), is_on_disk=is_on_disk), passes=2)
 
     async def _call(self, verb: str, call: Record, *, passes: int = 1) -> dict[str, object]:
         deadline_s = CALL_S + passes * self.layout.image_bytes / SLOWEST_BYTES_PER_S
@@ -95,7 +119,11 @@ async def open_workshop(layout: Layout, *, environ: Mapping[str, str] | None = N
         environment=kept_environment(source, faults.armed(source)),
         start_deadline_s=START_S,
     )
-    opening = OpenCall(layout=layout.encode(), threads=min(DIGEST_THREADS, os.cpu_count() or 1))
+    opening = OpenCall(
+        layout=layout.encode(),
+        free_disk_bytes=limits.FREE_DISK_BYTES,
+        threads=min(DIGEST_THREADS, os.cpu_count() or 1),
+    )
 
     async def prepare(child: Child) -> None:
         await child.call("open", opening.model_dump(), deadline_s=CALL_S)

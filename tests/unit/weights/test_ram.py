@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh_peer.weights import durable, ram
-from rollmesh_peer.weights.ram import memory_left, open_place
+from rollmesh_peer.weights.ram import Place, memory_left, open_place
 from rollmesh_protocol.errors import HostError
 
 HOLDER = """
@@ -114,6 +115,43 @@ def test_without_memory_the_disk_is_used_and_said_so(
 def test_the_disk_can_be_asked_for(data: Path) -> None:
     with open_place(data, ram_folder=None, needed_bytes=1000) as place:
         assert not place.is_memory
+
+
+def test_on_a_disk_the_named_files_survive_and_nothing_else(data: Path, memory: Path) -> None:
+    def opened(ram_folder: Path | None = None) -> contextlib.AbstractContextManager[Place]:
+        return open_place(data, ram_folder=ram_folder, needed_bytes=1000, kept=("image", "log"))
+
+    with opened() as place:
+        (place.folder / "image").write_bytes(b"x" * 1000)
+        (place.folder / "other").write_bytes(b"y")
+    assert {file.name for file in place.folder.iterdir()} == {"image", "lock"}
+    (place.folder / "left-by-a-kill").mkdir()
+    with opened():
+        assert (place.folder / "image").read_bytes() == b"x" * 1000
+        assert {file.name for file in place.folder.iterdir()} == {"image", "lock"}
+        (place.folder / "image").unlink()
+    assert not place.folder.exists()
+    with opened() as place:
+        (place.folder / "image").write_bytes(b"x")
+    with opened(memory) as mine:
+        assert not place.folder.exists()
+        (mine.folder / "image").write_bytes(b"x")
+    assert not mine.folder.exists()
+    with opened(memory) as mine:
+        assert not (mine.folder / "image").exists()
+
+
+def test_what_is_there_already_needs_no_room(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 500)
+    with (
+        pytest.raises(HostError, match="no room"),
+        open_place(data, ram_folder=None, needed_bytes=1000, kept=("image",)),
+    ):
+        pytest.fail("let in")
+    (data / "working").mkdir()
+    (data / "working" / "image").write_bytes(b"x" * 600)
+    with open_place(data, ram_folder=None, needed_bytes=1000, kept=("image",)) as place:
+        assert (place.folder / "image").exists()
 
 
 def test_a_missing_memory_folder_is_no_reason_to_fail(data: Path, tmp_path: Path) -> None:
