@@ -44,7 +44,6 @@ def scenarios() -> list[Scenario]:
     hard = replace(swarm(16), factor=HARD_FACTOR, slack_s=HARD_SLACK_S)
     return [
         *quiet,
-        *alone,
         replace(hard, name="killed", killed_share=0.2),
         replace(hard, name="corrupt", corrupters=1),
         replace(hard, name="firewalled", firewalled_share=0.5),
@@ -52,6 +51,7 @@ def scenarios() -> list[Scenario]:
             name="home", nodes=4, megabytes=70.0, down=100.0, up=(20.0, 20.0), learner_up=300.0, learner_down=300.0,
             factor=0.0, slack_s=0.0, mtu=9000,
         ),
+        *alone,
     ]  # fmt: skip
 
 
@@ -62,7 +62,9 @@ def main() -> int:
         print(f"no network lab here: {reason}")
         print(json.dumps({"ok": False, "misses": [], "skipped": reason}))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is taken down
+    # Both end as Ctrl-C does in the foreground, which takes everything down; a shell's background ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     chosen = choose(scenarios(), arguments)
     outcomes: list[Outcome] = []
     try:
@@ -138,7 +140,7 @@ async def _run(scenario: Scenario, folder: Path) -> Outcome:
 
 
 def table(outcomes: list[Outcome], *, heading: bool = True) -> str:
-    """For people. Times in seconds."""
+    """For people. Times in seconds; "busy" marks rows in which the cores, not the links, were the limit."""
     titles = "scenario    nodes    MB     T*  target    90 %   last   held  x T*  peers  learner   done"
     lines = [f"{titles}  CPU lab/all    GB  late ms"] if heading else []
     for outcome in outcomes:
@@ -149,7 +151,7 @@ def table(outcomes: list[Outcome], *, heading: bool = True) -> str:
             f"{_cell(row['s_to_last_held'], 6)} {_cell(row['times_bound'], 5, 2)} {100 * row['from_peers']:>4.0f} % "
             f"{row['learner_sent_payloads']:>6.2f}F {row['finished']:>3}/{row['alive']:<3} "
             f"{100 * row['cpu_lab']:>4.0f}/{100 * row['cpu_machine']:<3.0f} % {row['memory_gb']:>7.2f} "
-            f"{row['line_late_ms']:>7.1f}"
+            f"{row['line_late_ms']:>7.1f}{'  busy' * outcome.is_disturbed}"
         )
         lines += [f"            {line}" for miss in outcome.misses for line in miss.splitlines()]
     return "\n".join(lines)

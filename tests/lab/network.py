@@ -29,12 +29,13 @@ from tests.lab.delay_line import DEVICE
 from tests.lab.processes import DIES_WITH_PARENT
 
 PREFIX = "rmlab"
-MTU = 1500
-"""Bytes of a packet, as they are. Larger ones cost two cores less, but a slow uplink's queue then holds too few of them
-for TCP, or holds them for too long."""
+MTU = 4500
+"""Bytes of a packet. Real ones have 1500, but each costs the delay line, the kernel and the receiving daemon some tens
+of microseconds, of two cores for all. Much larger ones do not fit the queue of a slow uplink: it would hold too few
+for TCP, or hold them for too long."""
 QUEUE_S = 0.075
 """What a link's queue holds: enough for TCP to fill the link, little enough for its delay to stay below the path's."""
-LEAST_QUEUE_PACKETS = 10
+LEAST_QUEUE_PACKETS = 6
 BURST_S = 0.004
 """What may leave at once; the kernel's timers are finer than that."""
 CONGESTION = ("cubic", "reno")
