@@ -21,7 +21,7 @@ from pathlib import Path
 
 import trio
 
-from tests.lab.network import LabError, sweep, why_not
+from tests.lab.network import PREFIX, LabError, is_abandoned, own_prefix, why_not
 from tests.lab.scenario import Outcome, Scenario, run_scenario
 
 SIZES = (4, 8, 16, 32)
@@ -122,7 +122,10 @@ def run_one(scenario: Scenario, *, out: Path) -> Outcome:
     """Run it, and keep its logs and figures."""
     parent = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     kept = out / f"{scenario.name}-{scenario.nodes}"
-    with tempfile.TemporaryDirectory(prefix="rollmesh-lab-", dir=parent) as folder:
+    for left in parent.glob(f"{PREFIX}-*") if parent else ():
+        if is_abandoned(left.name):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=f"{own_prefix()}-", dir=parent) as folder:
         try:
             outcome = trio.run(_run, scenario, Path(folder))
         except LabError as error:
@@ -192,7 +195,4 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1] == "sweep":
-        sweep()
-        sys.exit(0)
     sys.exit(main())

@@ -60,7 +60,7 @@ def why_not() -> str:
         return "network namespaces and traffic control need root"
     if not all(map(shutil.which, ("ip", "tc", "setpriv"))):
         return "ip, tc and setpriv (the packages iproute2 and util-linux) are not installed"
-    name = f"{_own_prefix()}-try"
+    name = f"{own_prefix()}-try"
     try:
         _ip("netns", "add", name)
         try:
@@ -152,7 +152,7 @@ def open_network(
     """
     assert num_hosts <= MOST_HOSTS
     sweep()
-    network = Network(num_hosts, delay_s, _own_prefix(), mtu)
+    network = Network(num_hosts, delay_s, own_prefix(), mtu)
     try:
         _make(network)
         if delay_s and not has_netem():
@@ -170,7 +170,7 @@ def has_firewall() -> bool:
 @functools.cache
 def has_netem() -> bool:
     """True where the kernel can delay packets by itself."""
-    name = f"{_own_prefix()}-netem"
+    name = f"{own_prefix()}-netem"
     try:
         _ip("netns", "add", name)
     except LabError:
@@ -189,9 +189,14 @@ def sweep() -> None:
     """Remove what labs that are gone left behind: their processes, and their namespaces."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0] if line else ""
-        owner = re.match(rf"{PREFIX}-(\d+)-(\d+)-", name)
-        if owner and started(int(owner[1])) != owner[2]:
+        if is_abandoned(name):
             _remove(name)
+
+
+def is_abandoned(name: str) -> bool:
+    """True for a name of ours (see :func:`own_prefix`) whose owner is gone."""
+    owner = re.match(rf"{PREFIX}-(\d+)-(\d+)-", name)
+    return owner is not None and started(int(owner[1])) != owner[2]
 
 
 # --- making and unmaking ---------------------------------------------------------------------------------------------
@@ -293,7 +298,8 @@ def _remove(name: str) -> None:
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
-def _own_prefix() -> str:
+def own_prefix() -> str:
+    """How the names of everything that this process makes begin."""
     return f"{PREFIX}-{os.getpid()}-{started(os.getpid())}"
 
 
