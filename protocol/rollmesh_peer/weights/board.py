@@ -120,6 +120,10 @@ class Board:
         raw = self._others.get(peer, UNKNOWN)
         return None if self._own is None or raw == UNKNOWN else self.bits(raw)
 
+    def num_held(self, peer: str) -> int:
+        """How many chunks ``peer`` says it holds; 0 while we have not heard from it."""
+        return int.from_bytes(self._others.get(peer, UNKNOWN), "little").bit_count()
+
     def knowers(self) -> list[str]:
         """Peers that know the manifest, whether we do or not."""
         return [peer for peer, raw in self._others.items() if raw != UNKNOWN]

@@ -72,7 +72,7 @@ class Fetch:
         )
         self._offered: dict[str, bytes] = {}
         self._idle: dict[str, list[MeshStream]] = {}
-        self._scopes: dict[str, set[trio.CancelScope]] = {}
+        self._scopes: dict[Ask, trio.CancelScope] = {}
         self._fault: HostError | Refused | None = None
         self.tally = Tally()
 
@@ -118,6 +118,8 @@ class Fetch:
             self._struck_out(peer, now)
         self._look_around(now)
         for ask in self._picker.asks(now):
+            if ask.instead_of is not None:
+                self._withdraw(ask.instead_of)
             nursery.start_soon(self._get, ask)
 
     async def _wait(self) -> None:
@@ -159,22 +161,28 @@ class Fetch:
         self._stop(peer)
 
     def _stop(self, peer: str) -> None:
-        for scope in self._scopes.pop(peer, ()):
-            scope.cancel()
+        for ask, scope in self._scopes.items():
+            if ask.peer == peer:
+                scope.cancel()
+
+    def _withdraw(self, ask: Ask) -> None:
+        """Its answer is of no use any more; the peer learns that from the reset of the stream."""
+        if ask in self._scopes:
+            self._scopes[ask].cancel()
 
     # --- one request -------------------------------------------------------------------------------------------------
     async def _get(self, ask: Ask) -> None:
         chunk: bytes | None = None
         refusal: Refused | None = None
         with trio.CancelScope(deadline=ask.give_up) as scope:
-            self._scopes.setdefault(ask.peer, set()).add(scope)
+            self._scopes[ask] = scope
             try:
                 chunk = await self._request(ask)
             except Refused as error:
                 refusal = error
             except LinkLost as error:
                 log.debug("chunk %d from %s: %s", ask.index, short(ask.peer), error)
-        self._scopes.get(ask.peer, set()).discard(scope)
+        del self._scopes[ask]
         if chunk is not None:
             await self._keep(ask, chunk)
         elif refusal is not None:
@@ -225,7 +233,8 @@ class Fetch:
             self._picker.corrupt(ask)
             self._fault = error
             return
-        self._picker.stored(ask)
+        for second in self._picker.stored(ask):
+            self._withdraw(second)
         self._board.gain(ask.index)
         self.tally.chunks[ask.peer] += 1
         self.tally.num_bytes[ask.peer] += len(chunk)

@@ -143,6 +143,11 @@ class HaveExchange:
         """``peer`` does not know our pass (any more)."""
         self._shown.discard(peer)
 
+    def num_held(self, name: bytes, peer: str) -> int:
+        """How many chunks ``peer`` has told us that it holds."""
+        board = self._boards.get(name)
+        return 0 if board is None else board.num_held(peer)
+
     def _board(self, name: bytes) -> Board:
         board = self._boards.get(name)
         if board is None:

@@ -1,8 +1,10 @@
 """Which chunk to ask of whom next: the decisions of the chunk swarm, without a clock, a socket or a disk.
 
 Sources are neighbours and the learner. Rarest first among what the neighbours hold, ties at random, so that different
-nodes fetch different chunks; the learner is asked for what no neighbour has, and only then, one at a time, for what
-the neighbours are too busy to send. A late chunk is asked for elsewhere too; two strikes end a neighbour.
+nodes fetch different chunks; the learner is asked for what no neighbour has, and with half its window for what the
+neighbours are too busy to send. A late chunk is asked for elsewhere too; two strikes end a neighbour. At the end, when
+everything has been asked for, an uplink that has nothing to do for us takes asks over from queues that are longer:
+else a fetch would end with the slowest uplink that was ever asked, while the others idle.
 
 Invariant: at most ``window`` asks are out to a source, a chunk that is asked for in time is not asked for twice (but
 at the very end), and a missing chunk that some live source holds is never forgotten. Not here: who is a neighbour
@@ -26,6 +28,12 @@ from rollmesh_protocol import limits
 _MEDIAN_OF = 64
 """Recent chunks whose median time sets the deadlines."""
 _FORGET_BEST = 1.02
+_PACE_WEIGHT = 0.2
+"""Of the newest chunk in the average of a source's pace."""
+_SOONER = 1.5
+"""At the end an ask goes to another source that will answer it so many times sooner: the estimates are rough."""
+_LOOK_S = 0.1
+"""How often the end of a fetch looks for asks that would be answered sooner elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +47,8 @@ class Ask:
     """From here on it is late, and may be asked of others too."""
     give_up: float
     """From here on the answer is not waited for."""
+    instead_of: Ask | None = None
+    """The ask that this one takes the place of; it is withdrawn."""
 
 
 @dataclass(slots=True)
@@ -52,6 +62,10 @@ class _Source:
     strikes: int = 0
     timely: int = 0
     patience: float = 1.0
+    pace_s: float | None = None
+    """Seconds from one of its chunks to the next while some are out, averaged; None before the first."""
+    heard_at: float = -math.inf
+    """When its last chunk came."""
     best_s: float = math.inf
     """The shortest time in which a chunk came, slowly forgotten."""
     struck_at: float = -math.inf
@@ -151,18 +165,18 @@ class Picker:
                     source.late.add(index)
                     self._asked[index] -= 1
                 self._strike(peer, source, ask, now=now)
-            if source.strikes >= limits.MAX_STRIKES:
+            if source.strikes >= limits.MAX_STRIKES and not source.has_ended:
                 struck.append(peer)
         return self._ended(struck)
 
     def next_event(self, now: float) -> float:
         """When :meth:`asks` or :meth:`overdue` may have news without anything else happening; infinity for never."""
-        endgame = self._endgame_s
         times = [math.inf]
+        has_choice = len(self._sources) > 1 and self._is_endgame
         for source in self._sources.values():
             times += [source.rest_until, source.struck_at + self._late_s * source.patience]
             for ask in source.out.values():
-                times += [ask.asked + endgame, ask.due]
+                times += [ask.due, max(ask.asked + limits.ENDGAME_S, now + _LOOK_S) if has_choice else math.inf]
         return min(time for time in times if time > now)
 
     # --- what came of it ---------------------------------------------------------------------------------------------
@@ -172,6 +186,7 @@ class Picker:
         if source is not None and source.out.get(ask.index) is ask:
             was_late = ask.index in source.late
             self._release(source, ask)
+            self._measure(source, ask, now)
             self._times.append(now - ask.asked)
             self._median_s = statistics.median(self._times)
             self._adapt(source, now - ask.asked)
@@ -183,12 +198,16 @@ class Picker:
         self._asked[ask.index] += 1
         return True
 
-    def stored(self, ask: Ask) -> None:
-        """The chunk is verified and on disk."""
+    def stored(self, ask: Ask) -> tuple[Ask, ...]:
+        """The chunk is verified and on disk. Returns the other asks for it, which are to be withdrawn."""
         self._writing.discard(ask.index)
         self._asked[ask.index] -= 1
         self._missing_count -= int(self._missing[ask.index])
         self._missing[ask.index] = False
+        others = [(source, source.out[ask.index]) for source in self._sources.values() if ask.index in source.out]
+        for source, other in others:
+            self._release(source, other)
+        return tuple(other for _, other in others)
 
     def corrupt(self, ask: Ask) -> None:
         """The chunk has a wrong digest, which ends its source at once."""
@@ -233,10 +252,10 @@ class Picker:
             again = []
             for peer in turn:
                 source = self._sources[peer]
-                index = self._choose(peer, source, now)
-                if index is None:
+                ask = self._next(peer, source, now)
+                if ask is None:
                     continue
-                found.append(self._ask(peer, source, index, now))
+                found.append(ask)
                 if self._is_ready(source, now):
                     again.append(peer)
             turn = again
@@ -245,42 +264,63 @@ class Picker:
     def _is_ready(self, source: _Source, now: float) -> bool:
         return not source.has_ended and len(source.out) < source.window and source.rest_until <= now
 
-    def _choose(self, peer: str, source: _Source, now: float) -> int | None:
+    def _next(self, peer: str, source: _Source, now: float) -> Ask | None:
         wanted = self._missing & source.has & (self._asked == 0)
         if source.late:
             wanted[list(source.late)] = False
         candidates = np.flatnonzero(wanted)
         rarity = self._holders[candidates]
         least = rarity.min(initial=np.iinfo(np.int32).max)
-        if peer == self._learner and least > 0 and source.out:
+        if peer == self._learner and least > 0 and len(source.out) >= max(1, source.window // 2):
             return None
         if not len(candidates):
-            return self._endgame(source, now)
+            return self._take_over(peer, source, now)
         rarest = candidates[rarity == least]
-        return int(rarest[self._random.randrange(len(rarest))])
+        return self._ask(peer, source, int(rarest[self._random.randrange(len(rarest))]), now)
 
-    def _endgame(self, source: _Source, now: float) -> int | None:
-        """The chunk that has been out the longest, of those that ``source`` could send as well."""
-        if (self._missing & (self._asked == 0)).any():
+    def _take_over(self, peer: str, source: _Source, now: float) -> Ask | None:
+        """At the end, ask ``source`` for the chunk that would come the latest of all, if it sends it sooner.
+
+        An ask that waits behind others at its source is withdrawn there. The first one is not, for its bytes may be
+        under way: that chunk is then out twice, and whoever is second is told to stop.
+        """
+        if not self._is_endgame:
             return None
-        slow = [
-            ask
-            for other in self._sources.values()
-            if other is not source
-            for ask in other.out.values()
-            if source.has[ask.index]
-            and self._missing[ask.index]
-            and self._asked[ask.index] == 1
-            and ask.index not in self._writing
-            and ask.index not in source.out
-            and ask.asked + self._endgame_s <= now
-        ]
-        return min(slow, key=lambda ask: ask.asked).index if slow else None
+        longest_s = _SOONER * self._remaining_s(source, len(source.out), now)
+        found: tuple[_Source, Ask, int] | None = None
+        for other in self._sources.values():
+            for place, ask in enumerate(other.out.values()) if other is not source else ():
+                remaining_s = self._remaining_s(other, place, now)
+                if remaining_s > longest_s and self._can_take_over(ask, other, source, now):
+                    longest_s, found = remaining_s, (other, ask, place)
+        if found is None:
+            return None
+        other, ask, place = found
+        if place > 0:
+            self._release(other, ask)
+        return self._ask(peer, source, ask.index, now, instead_of=ask if place > 0 else None)
 
-    def _ask(self, peer: str, source: _Source, index: int, now: float) -> Ask:
+    def _can_take_over(self, ask: Ask, other: _Source, source: _Source, now: float) -> bool:
+        index = ask.index
+        if self._asked[index] != 1 or index in self._writing or index in other.late:
+            return False  # it is out elsewhere as well, or here already
+        return bool(source.has[index]) and index not in source.out and ask.asked + limits.ENDGAME_S <= now
+
+    def _remaining_s(self, source: _Source, place: int, now: float) -> float:
+        """In how long an ask of ``source`` with ``place`` others before it is answered.
+
+        Each takes the source's pace, or as long as it has been silent where that is longer.
+        """
+        pace_s = self._median_s if source.pace_s is None else source.pace_s
+        oldest = next(iter(source.out.values()), None)
+        silent_s = 0.0 if oldest is None else now - max(oldest.asked, source.heard_at)
+        return (place + 1) * max(pace_s, silent_s) - min(pace_s, silent_s)
+
+    def _ask(self, peer: str, source: _Source, index: int, now: float, *, instead_of: Ask | None = None) -> Ask:
         patience_s = source.patience * self._late_s
         give_up = now + min(limits.TRANSFER_S, limits.LATE_MEDIANS * patience_s)
-        ask = Ask(peer=peer, index=index, asked=now, due=min(now + patience_s, give_up), give_up=give_up)
+        due = min(now + patience_s, give_up)
+        ask = Ask(peer=peer, index=index, asked=now, due=due, give_up=give_up, instead_of=instead_of)
         source.out[index] = ask
         self._asked[index] += 1
         return ask
@@ -290,8 +330,9 @@ class Picker:
         return max(limits.CHUNK_S, limits.LATE_MEDIANS * self._median_s)
 
     @property
-    def _endgame_s(self) -> float:
-        return max(limits.ENDGAME_S, limits.ENDGAME_MEDIANS * self._median_s)
+    def _is_endgame(self) -> bool:
+        """True when everything that is missing has been asked for."""
+        return not (self._missing & (self._asked == 0)).any()
 
     def _out_of(self, ask: Ask) -> _Source | None:
         source = self._sources.get(ask.peer)
@@ -303,6 +344,14 @@ class Picker:
             source.late.discard(ask.index)
         else:
             self._asked[ask.index] -= 1
+
+    def _measure(self, source: _Source, ask: Ask, now: float) -> None:
+        took_s = now - max(ask.asked, source.heard_at)
+        source.heard_at = now
+        if source.pace_s is None:
+            source.pace_s = took_s
+        else:
+            source.pace_s += _PACE_WEIGHT * (took_s - source.pace_s)
 
     def _adapt(self, source: _Source, took_s: float) -> None:
         """More asks out while they cost no waiting, fewer when they only queue at the other side."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -67,12 +68,19 @@ class ServedBytes:
         account.num_bytes += num_bytes
 
 
+def _nothing_known(_name: bytes, _peer: str) -> int:
+    return 0
+
+
 class Seeder:
     """Answers manifest and chunk streams.
 
     Args:
         passes: who may ask.
         upload_bytes_per_s: the owner's cap; None for none.
+        num_held: (manifest name, peer) -> how many of its chunks that peer says it holds. Who holds the fewest is
+            served first: a payload is out when the last peer has it, so nobody is to fall behind. (Who understates it
+            gets no more than its share of the payload, only sooner.)
     """
 
     def __init__(
@@ -82,11 +90,13 @@ class Seeder:
         passes: PassBook,
         upload_bytes_per_s: float | None = None,
         slots: int = limits.UPLOAD_SLOTS,
+        num_held: Callable[[bytes, str], int] | None = None,
     ) -> None:
         self._store = store
         self._passes = passes
         self._slots = UploadSlots(slots)
         self._rate = UploadRate(upload_bytes_per_s)
+        self._num_held = num_held or _nothing_known
         self._served = ServedBytes()
         self._payloads: OrderedDict[bytes, _Payload] = OrderedDict()
         self._streams: Counter[str] = Counter()
@@ -132,7 +142,7 @@ class Seeder:
         return envelope
 
     async def serve_chunks(self, stream: MeshStream) -> None:
-        """Answer chunk requests on one stream until the peer closes it or asks nothing for a while.
+        """Answer chunk requests on one stream until the peer closes it, and wants no more, or asks nothing for a while.
 
         Raises:
             Refused: malformed, not admitted, busy, or not here; the stream ends with it.
@@ -142,19 +152,49 @@ class Seeder:
         if self._streams[peer] >= limits.MAX_CHUNK_STREAMS_PER_PEER:
             raise Refused("request.busy", "too many chunk streams")
         self._streams[peer] += 1
+        fault: LinkLost | Refused | None = None
         try:
-            while True:
-                with trio.move_on_after(limits.CHUNK_IDLE_S) as idle:
-                    message = await stream.receive(limits.SMALL_BYTES)
-                if idle.cancelled_caught:
-                    await stream.reset()
-                    return
-                request = ChunkRequest.decode(message, limit=limits.SMALL_BYTES)
-                for index in request.indices:
-                    await self._send_chunk(stream, request.manifest, index)
+            async with trio.open_nursery() as nursery:
+                put, get = trio.open_memory_channel[bytes | Refused](0)
+                nursery.start_soon(self._hear, stream, put, nursery.cancel_scope)
+                try:
+                    await self._answer(stream, get)
+                except (LinkLost, Refused) as error:
+                    fault = error
+                nursery.cancel_scope.cancel()
         finally:
             self._streams[peer] -= 1
             self._streams += Counter()
+        if fault is not None:
+            raise fault
+        await stream.reset()
+
+    async def _hear(
+        self, stream: MeshStream, requests: trio.MemorySendChannel[bytes | Refused], talk: trio.CancelScope
+    ) -> None:
+        """Pass requests on, and stop whatever is done for the peer when it gives the stream up.
+
+        So an ask that the peer has withdrawn costs nothing: it leaves the queue for our uplink, or the sending ends.
+        """
+        try:
+            while True:
+                await requests.send(await stream.receive(limits.SMALL_BYTES))
+        except Refused as refusal:
+            await requests.send(refusal)
+        except LinkLost:
+            talk.cancel()
+
+    async def _answer(self, stream: MeshStream, requests: trio.MemoryReceiveChannel[bytes | Refused]) -> None:
+        while True:
+            with trio.move_on_after(limits.CHUNK_IDLE_S) as idle:
+                message = await requests.receive()
+            if idle.cancelled_caught:
+                return
+            if isinstance(message, Refused):
+                raise message
+            request = ChunkRequest.decode(message, limit=limits.SMALL_BYTES)
+            for index in request.indices:
+                await self._send_chunk(stream, request.manifest, index)
 
     async def _send_chunk(self, stream: MeshStream, name: bytes, index: int) -> None:
         peer = stream.peer
@@ -163,7 +203,7 @@ class Seeder:
         if index >= payload.manifest.chunk_count:
             raise Refused("request.unknown", "no such chunk here")
         length = payload.manifest.chunk_length(index)
-        async with self._slots.slot(peer, sent=payload.sent.get(index, 0)):
+        async with self._slots.slot(peer, sent=payload.sent.get(index, 0), num_held=self._num_held(name, peer)):
             await self._rate.spend(length)
             chunk = await trio.to_thread.run_sync(self._store.read_chunk, name, index)
             self._served.charge(

@@ -30,6 +30,8 @@ class Sharing:
         admission: our own sealed pass, or None before we have one; a learner never has one.
         origin: chance, on the learner: offer different chunks to different peers.
         upload_bytes_per_s: the owner's cap on chunks sent; None for none.
+        slots: chunks being sent at one time. By default ``limits.UPLOAD_SLOTS`` on the learner, whose uplink is the
+            widest, and half as many on a node: of chunks that share a slow uplink none is whole, and passed on, soon.
     """
 
     def __init__(
@@ -41,13 +43,21 @@ class Sharing:
         admission: Callable[[], bytes | None] = lambda: None,
         origin: Random | None = None,
         upload_bytes_per_s: float | None = None,
-        slots: int = limits.UPLOAD_SLOTS,
+        slots: int | None = None,
     ) -> None:
         self.mesh = mesh
         self.store = store
         self.passes = passes
         self.exchange = HaveExchange(mesh, store=store, passes=passes, admission=admission, origin=origin)
-        self.seeder = Seeder(store=store, passes=passes, upload_bytes_per_s=upload_bytes_per_s, slots=slots)
+        if slots is None:
+            slots = limits.UPLOAD_SLOTS if origin is not None else limits.UPLOAD_SLOTS // 2
+        self.seeder = Seeder(
+            store=store,
+            passes=passes,
+            upload_bytes_per_s=upload_bytes_per_s,
+            slots=slots,
+            num_held=self.exchange.num_held,
+        )
 
     def routes(self) -> tuple[Route | StreamRoute, ...]:
         """What the router serves: manifests, have streams, chunks."""

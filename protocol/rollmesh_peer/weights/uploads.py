@@ -1,4 +1,5 @@
-"""What our uplink is spent on: a few chunks at a time, at a rate that the owner may cap, rare chunks first.
+"""What our uplink is spent on: a few chunks at a time, at a rate that the owner may cap, rare chunks and peers that
+have little first.
 
 Invariant: at most ``slots`` holders of a slot, and no more bytes than the cap allows over any second beyond a burst of
 one chunk. Requests, leases and results never pass through here, so they are never behind a chunk. Which peers may ask
@@ -24,12 +25,14 @@ from rollmesh_protocol.errors import Refused
 class _Waiter:
     peer: str
     sent: int
+    num_held: int
     arrival: int
     turn: trio.Event = field(default_factory=trio.Event)
 
 
 class UploadSlots:
-    """Hands out slots. Of those who wait, chunks never sent before go first, then peers that hold few slots.
+    """Hands out slots. Of those who wait, chunks never sent before go first, then peers that hold few chunks, then few
+    slots.
 
     Args:
         slots: chunks being sent at one time; one peer holds at most half of them (but at least one).
@@ -43,15 +46,15 @@ class UploadSlots:
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def slot(self, peer: str, *, sent: int) -> AsyncIterator[None]:
-        """Hold a slot for a chunk that was ``sent`` so many times before.
+    async def slot(self, peer: str, *, sent: int, num_held: int = 0) -> AsyncIterator[None]:
+        """Hold a slot for a chunk that was ``sent`` so many times before, for a peer that holds ``num_held`` chunks.
 
         Raises:
             Refused: ``request.busy`` when there was none within ``limits.UPLOAD_WAIT_S``, or too many wait.
         """
         if len(self._waiters) >= limits.MAX_UPLOAD_QUEUE:
             raise Refused("request.busy", "too many peers wait for this node's uplink")
-        waiter = _Waiter(peer, sent, next(self._arrivals))
+        waiter = _Waiter(peer, sent, num_held, next(self._arrivals))
         self._waiters.append(waiter)
         self._admit()
         try:
@@ -72,7 +75,9 @@ class UploadSlots:
             able = [waiter for waiter in self._waiters if self._holders[waiter.peer] < self._per_peer]
             if not able:
                 break
-            chosen = min(able, key=lambda waiter: (waiter.sent > 0, self._holders[waiter.peer], waiter.arrival))
+            chosen = min(
+                able, key=lambda waiter: (waiter.sent > 0, waiter.num_held, self._holders[waiter.peer], waiter.arrival)
+            )
             self._waiters.remove(chosen)
             self._holders[chosen.peer] += 1
             chosen.turn.set()

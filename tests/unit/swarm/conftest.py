@@ -6,11 +6,11 @@ import pytest
 import trio
 
 
-async def _inline(function, *arguments, **_options):
+async def inline(function, *arguments, **_options):
     await trio.lowlevel.checkpoint()
     return function(*arguments)
 
 
 @pytest.fixture(autouse=True)
 def inline_threads(monkeypatch):
-    monkeypatch.setattr(trio.to_thread, "run_sync", _inline)
+    monkeypatch.setattr(trio.to_thread, "run_sync", inline)

@@ -197,6 +197,45 @@ def test_at_the_end_a_slow_chunk_is_asked_of_a_second_source():
     assert not state.received(first, now=at + 1.2)
 
 
+def test_at_the_end_an_idle_uplink_takes_over_what_waits_elsewhere():
+    state = picker(chunks=2)
+    state.offer("slow", [0, 1])
+    first, waiting = state.asks(0.0)
+    state.offer("fast", [0, 1])
+    moved, doubled = state.asks(limits.ENDGAME_S)
+    assert (moved.peer, moved.index, moved.instead_of) == ("fast", waiting.index, waiting)
+    assert (doubled.peer, doubled.index, doubled.instead_of) == ("fast", first.index, None)  # it may be under way
+    assert state.failed(waiting, now=0.6) == ()  # the end of a withdrawn ask is no news
+    assert state.asks(1.0) == []
+
+
+def test_nothing_is_taken_over_by_a_source_that_would_not_send_it_much_sooner():
+    state = picker(chunks=4)
+    state.offer("slow", [0])
+    (ask,) = state.asks(0.0)
+    deliver(state, ask, now=2.0)
+    state.offer("fast", [1, 2, 3])
+    out = state.asks(2.0)
+    deliver(state, out.pop(0), now=2.1)
+    out += state.asks(2.1)
+    state.offer("slow", range(4))
+    assert [ask.peer for ask in out] == ["fast", "fast"]
+    assert state.asks(2.8) == []  # two seconds at its pace
+    assert next(ask.peer for ask in state.asks(6.0)) == "slow"  # the other one has been silent for longer
+
+
+def test_who_is_second_with_a_chunk_is_told_to_stop():
+    state = picker(chunks=1)
+    state.offer("a", [0])
+    (first,) = state.asks(0.0)
+    state.offer("b", [0])
+    (second,) = state.asks(limits.ENDGAME_S)
+    assert second.instead_of is None
+    assert state.received(second, now=1.0)
+    assert state.stored(second) == (first,)
+    assert state.live_sources == {"a", "b"}
+
+
 def test_a_busy_source_is_left_alone_for_a_while_without_a_strike():
     state = picker(chunks=1)
     state.offer("a", [0])
@@ -286,3 +325,12 @@ def test_what_is_held_is_never_asked_for(chunks: int):
         deliver(state, ask, now=0.1)
         out += state.asks(0.1)
     assert asked == set(range(chunks)) - set(held)
+
+
+def test_a_source_strikes_out_once_however_often_one_looks():
+    """Each time it is told, its pause doubles."""
+    state = picker()
+    state.offer("a", range(40))
+    state.asks(0.0)
+    told = [peer for moment in (6.0, 12.0, 12.1, 12.2, 20.0) for peer in state.overdue(moment)]
+    assert told == ["a"]

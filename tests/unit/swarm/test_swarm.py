@@ -241,6 +241,29 @@ async def greedy(mesh, peer, edge, index):
         await stream.reset()
 
 
+async def test_an_ask_that_was_withdrawn_leaves_the_queue(world, autojump_clock):
+    """Whoever gives a stream up is sent nothing more, and is not charged for it."""
+    edge = edge_of(10)
+    rate = len(edge.chunk(0)) / 1.5
+    async with (
+        world.learner(slots=1, upload_bytes_per_s=rate) as learner,
+        world.network.join(bytes(32)) as stranger,
+    ):
+        learner.hold(edge)
+        await stranger.connect(learner.mesh.addresses[0])
+        async with trio.open_nursery() as nursery:
+            for index in range(3):
+                nursery.start_soon(greedy, stranger, LEARNER.peer, edge, index)
+            await trio.sleep(1)
+            assert learner.seeder.chunks_served == 1
+            nursery.cancel_scope.cancel()
+        started = trio.current_time()
+        await greedy(stranger, LEARNER.peer, edge, 9)
+        assert trio.current_time() - started < 2 * 1.5
+        await trio.sleep(10)
+        assert learner.seeder.chunks_served == 2
+
+
 async def test_more_than_its_share_of_a_file_is_refused(world, autojump_clock):
     edge = edge_of(10)
     async with world.learner() as learner, world.network.join(bytes(32)) as stranger:

@@ -10,8 +10,8 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 
 
-async def upload(slots, peer, log, *, sent=0, seconds=1.0):
-    async with slots.slot(peer, sent=sent):
+async def upload(slots, peer, log, *, sent=0, num_held=0, seconds=1.0):
+    async with slots.slot(peer, sent=sent, num_held=num_held):
         log.append((peer, sent, trio.current_time()))
         await trio.sleep(seconds)
 
@@ -37,6 +37,15 @@ async def test_chunks_never_sent_go_before_chunks_sent_before(autojump_clock):
             nursery.start_soon(lambda peer=peer, sent=sent: upload(slots, peer, log, sent=sent, seconds=0.5))
             await trio.sleep(0.1)
     assert [peer for peer, _, _ in log] == ["a", "c", "b"]
+
+
+async def test_who_has_the_least_is_served_first(autojump_clock):
+    slots, log = UploadSlots(1), []
+    async with trio.open_nursery() as nursery:
+        for peer, num_held in (("a", 0), ("b", 20), ("c", 3), ("d", 7)):
+            nursery.start_soon(lambda peer=peer, n=num_held: upload(slots, peer, log, num_held=n, seconds=0.5))
+            await trio.sleep(0.1)
+    assert [peer for peer, _, _ in log] == ["a", "c", "d", "b"]
 
 
 async def test_who_waits_too_long_is_told_that_we_are_busy(autojump_clock):
