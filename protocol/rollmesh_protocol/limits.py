@@ -198,8 +198,7 @@ MAX_STRIKES: Final = 2
 STRIKE_FORGIVEN_AFTER: Final = 32
 """Chunks in time that make good for one strike: a long fetch must not add up the hiccups of hours."""
 ENDGAME_S: Final = 0.5
-ENDGAME_MEDIANS: Final = 2.0
-"""When all that is missing has been asked for, a chunk out for longer than both is asked of a second source."""
+"""When all that is missing has been asked for, a chunk out for longer than this may be asked of another source."""
 REST_S: Final = 1.0
 """How long a source that said it is busy is left alone."""
 PENALTY_FIRST_S: Final = 5.0
@@ -230,7 +229,7 @@ MAX_CHUNK_STREAMS_PER_PEER: Final = 12
 CHUNK_IDLE_S: Final = 30.0
 """A chunk stream without a request for this long is closed."""
 UPLOAD_SLOTS: Final = 8
-"""Chunks being sent at one time: few, so that each is soon whole and can be passed on."""
+"""Chunks being sent at one time by a learner; by a node half as many. Few, so that each is soon whole and goes on."""
 MAX_UPLOAD_QUEUE: Final = 512
 UPLOAD_WAIT_S: Final = 2.0
 """A chunk request that found no slot for this long is told that we are busy: well before it would count as late."""

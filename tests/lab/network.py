@@ -33,7 +33,7 @@ MTU = 4500
 """Bytes of a packet. Real ones have 1500, but each costs the delay line, the kernel and the receiving daemon some tens
 of microseconds, of two cores for all. Much larger ones do not fit the queue of a slow uplink: it would hold too few
 for TCP, or hold them for too long."""
-QUEUE_S = 0.075
+QUEUE_S = 0.1
 """What a link's queue holds: enough for TCP to fill the link, little enough for its delay to stay below the path's."""
 LEAST_QUEUE_PACKETS = 6
 BURST_S = 0.004
