@@ -315,6 +315,7 @@ async def open_studio(scout: Attacker, folder: Path) -> AsyncIterator[Studio]:
         open_weights(
             scout.mesh, router=router, card=scout.card, folder=folder / "run", ram_folder=None, own=own,
             learner_only=True, admission=lambda: welcome.admission, cache=PeerCache(folder / "peers.json"),
+            upload_bytes_per_s=None,
             on_notice=lambda _notice: None,
         ) as weights,
         trio.open_nursery() as nursery,
