@@ -386,7 +386,7 @@ async def test_garbage_on_every_stream_is_refused_in_words(system: System) -> No
 def test_nothing_that_a_node_sends_is_decompressed() -> None:
     """The only module that knows a decompressor is the patch codec, and the learner only encodes patches."""
     root = Path(__file__).parents[2]
-    by_name = {"zstandard": set(), "apply_patch": set()}
+    by_name = {"zstandard": set(), "decoded": set()}
     for path in [*root.glob("protocol/*/**/*.py"), *root.glob("node/*/**/*.py"), *root.glob("learner/*/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
@@ -394,7 +394,7 @@ def test_nothing_that_a_node_sends_is_decompressed() -> None:
                 names.append(node.module or "")
             for name in by_name.keys() & set(".".join(names).split(".")):
                 by_name[name].add(path.stem)
-    assert by_name == {"zstandard": {"patch"}, "apply_patch": {"worker"}}
+    assert by_name == {"zstandard": {"codec"}, "decoded": {"worker"}}
 
 
 async def test_a_hundred_megabytes_are_refused_by_their_header(system: System, attacker: Attacker) -> None:
