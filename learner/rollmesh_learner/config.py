@@ -47,7 +47,7 @@ class Network(Section):
     """Addresses that the learner listens on."""
     announce: Annotated[tuple[OwnAddress, ...], Field(max_length=8)] = ()
     """Addresses put into the join line, where they differ from those it listens on (a router that forwards a port)."""
-    upload_mbit_s: Annotated[float, Unit("Mbit/s"), Field(ge=0, le=1e6)] = 0
+    upload_mbit_s: Annotated[float, Unit("Mbit/s"), Field(ge=0, le=1e6)] = 0.0
     """What sending weights may take of the uplink; 0 for no cap. Leases and receipts never wait behind it."""
     max_nodes: Annotated[int, Unit("nodes"), Field(ge=1, le=limits.MAX_LEARNER_CONNECTIONS)] = 256
     """Nodes that may take part at one time; the next one is told that the run is full."""

@@ -39,7 +39,7 @@ class Network(Section):
     """More addresses of the learner and of peers, beside those of the join line and of the last run."""
     max_connections: Annotated[int, Unit("connections"), Field(ge=1, le=1024)] = limits.MAX_CONNECTIONS
     """Connections at one time; home routers fail with hundreds."""
-    upload_mbit_s: Annotated[float, Unit("Mbit/s"), Field(ge=0, le=1e6)] = 0
+    upload_mbit_s: Annotated[float, Unit("Mbit/s"), Field(ge=0, le=1e6)] = 0.0
     """What passing weights on may take of the uplink; 0 for no cap. Results never wait behind it."""
     learner_only: bool = False
     """Talk to the learner alone: other volunteers do not see this address, and weights come slower."""
