@@ -144,8 +144,6 @@ class Publisher:
                 log.error("the published weights of version %d cannot be made from disk", newest)
                 self.history = History()
                 self._ring.keep(())
-            for stride in self._skip_from:
-                self._skip_from[stride] = self.head.root
             await self._tidy()
 
     # --- publishing --------------------------------------------------------------------------------------------------
@@ -159,7 +157,7 @@ class Publisher:
         """
         async with self._turn:
             found = await self._workshop.digest(image, chunk_bytes=self._anchor_chunk_bytes)
-            anchor = await self._seal_anchor(found, image, version=version, step=step)
+            anchor = await self._seal(found, image, version=version, step=step, parent=None, kind="anchor")
             await self._ring.copy(self.store.payload_path(anchor.name), found.root, tensors=found.tensors)
             fault_point("publish.manifest_durable")
             await trio.to_thread.run_sync(self._keep_base, anchor)
@@ -191,8 +189,7 @@ class Publisher:
                 new_image.unlink()
                 return None
             fault_point("publish.encoded")
-            manifest = self._patch_manifest(found, version=version, step=step, parent=self.head.root, kind="patch")
-            patch = await self._add(manifest, outgoing)
+            patch = await self._seal(found, outgoing, version=version, step=step, parent=self.head.root, kind="patch")
             outgoing.unlink()
             fault_point("publish.manifest_durable")
             image = await self._ring.take(new_image, found.root)
@@ -210,7 +207,8 @@ class Publisher:
     async def maintain(self) -> None:
         """Write anchors and shortcuts that are due, and delete what need not be kept. Call it after each announcement.
 
-        Otherwise :meth:`prepare` does it first, and the next version waits for it. Failures are logged and tried again.
+        Otherwise :meth:`prepare` does it first, and the next version waits for it. Failures are logged; an anchor is
+        tried again.
         """
         async with self._turn:
             await self._maintain()
@@ -241,7 +239,7 @@ class Publisher:
         if found.root != head.root:
             raise HostError("the disk does not hold what was written to it")
         fault_point("publish.anchor_written")
-        anchor = await self._seal_anchor(found, outgoing, version=head.version, step=head.step)
+        anchor = await self._seal(found, outgoing, version=head.version, step=head.step, parent=None, kind="anchor")
         outgoing.unlink()
         self.history.add(anchor)
         log.info("version %d has an anchor", head.version)
@@ -270,8 +268,7 @@ class Publisher:
         found = await self._workshop.encode(old=start, new=image, payload=outgoing, chunk_bytes=self._patch_chunk_bytes)
         if not found.payload_bytes:
             return
-        manifest = self._patch_manifest(found, version=head.version, step=head.step, parent=parent, kind=kind)
-        shortcut = await self._add(manifest, outgoing)
+        shortcut = await self._seal(found, outgoing, version=head.version, step=head.step, parent=parent, kind=kind)
         outgoing.unlink()
         self.history.add(shortcut)
         log.info("version %d has a %s patch of %.1f MB", head.version, kind, found.payload_bytes / 1e6)
@@ -283,33 +280,20 @@ class Publisher:
                 self.store.payload_path(anchor.name), self._folder / f"{_BASE}{anchor.manifest.root.hex()}"
             )
 
-    def _patch_manifest(self, found: Digests, *, version: int, step: int, parent: bytes, kind: EdgeKind) -> Manifest:
-        return Manifest(
+    async def _seal(
+        self, found: Digests, payload: Path, *, version: int, step: int, parent: bytes | None, kind: EdgeKind
+    ) -> Sealed:
+        """Describe a payload and publish it to the store; without a ``parent`` it is an anchor's."""
+        manifest = Manifest(
             run=self._run,
             version=version,
             step=step,
             kind=kind,
             parent=parent,
             root=found.root,
-            codec=CONTEXT_CODEC,
+            codec=RAW_CODEC if parent is None else CONTEXT_CODEC,
             layout=self._layout.digest,
-            chunk_bytes=self._patch_chunk_bytes,
-            payload_bytes=found.payload_bytes,
-            chunks=found.chunks,
-            tensors=found.tensors,
-        )
-
-    async def _seal_anchor(self, found: Digests, payload: Path, *, version: int, step: int) -> Sealed:
-        manifest = Manifest(
-            run=self._run,
-            version=version,
-            step=step,
-            kind="anchor",
-            parent=None,
-            root=found.root,
-            codec=RAW_CODEC,
-            layout=self._layout.digest,
-            chunk_bytes=self._anchor_chunk_bytes,
+            chunk_bytes=self._anchor_chunk_bytes if parent is None else self._patch_chunk_bytes,
             payload_bytes=found.payload_bytes,
             chunks=found.chunks,
             tensors=found.tensors,
@@ -330,9 +314,6 @@ class Publisher:
     def _publish(self, entry: Entry) -> None:
         self.history.append(entry)
         self._ring.add(entry.head.root)
-        for stride, root in self._skip_from.items():
-            if self._ring.get(root) is None:
-                self._skip_from[stride] = entry.head.root
         recent = {entry.head.root for entry in self.history.entries[-self._ring_versions :]}
         self._ring.keep(recent | set(self._skip_from.values()))
 

@@ -4,7 +4,7 @@ A payload is
 
 - the magic ``RMP2`` and the length of the head, uint32;
 - the **head**, one zstandard frame: for each dtype of the layout its :class:`~rollmesh_protocol.patch.tables.Tables`
-  (bf16, f16, f32, in this order), and for all blocks together six columns: the kind of each (uint8), how many of its
+  (bf16, f16, f32, in this order), and for all blocks together four columns: the kind of each (uint8), how many of its
   elements change (uint32), and the lengths in bytes of its two streams (uint32), every uint32 column in four byte
   planes;
 - the two streams of each block, in the order of :func:`~rollmesh_protocol.patch.blocks.blocks_of`.
@@ -265,15 +265,18 @@ class Patch:
         positions = np.empty(entry.changes, dtype=np.uint32)
         old = _frozen(block.words(image))
         bits = np.empty(entry.changes, dtype=old.dtype)
+        outcome = kernels.DECODED
         if entry.kind == CONTEXT:
-            self._decode_context(block, entry, old, positions, bits)
+            outcome = self._decode_context(block, entry, old, positions, bits)
         elif entry.kind == DENSE:
-            self._decode_dense(block, entry, old, positions, bits)
+            outcome = self._decode_dense(block, entry, old, positions, bits)
+        if outcome != kernels.DECODED:
+            raise Refused("patch.invalid", _SAYS[outcome])
         return Flips(block, positions, bits)
 
     def _decode_context(
         self, block: Block, entry: _Entry, old: Words, positions: NDArray[np.uint32], bits: Words
-    ) -> None:
+    ) -> int:
         tables = self._tables[block.dtype]
         middle = entry.offset + entry.sizes[0]
         spare = kernels.SPARE_WORDS
@@ -285,20 +288,16 @@ class Patch:
             old, block.starts, block.ends, _shift(block.dtype), _width(block.dtype), tables.modes, tables.gap_tables,
             tables.step_tables, self._lookups[block.dtype], words, raw, positions, bits,
         )  # fmt: skip
-        if outcome != kernels.DECODED:
-            raise Refused("patch.invalid", _SAYS[outcome])
+        return int(outcome)
 
-    def _decode_dense(
-        self, block: Block, entry: _Entry, old: Words, positions: NDArray[np.uint32], bits: Words
-    ) -> None:
+    def _decode_dense(self, block: Block, entry: _Entry, old: Words, positions: NDArray[np.uint32], bits: Words) -> int:
         size = block.elements * ITEM_BYTES[block.dtype]
         planes = np.frombuffer(decompress(self._view[entry.offset : entry.end], exactly=size), np.uint8)
         outcome = kernels.decode_dense(
             old, block.starts, block.ends, _width(block.dtype), planes.reshape(ITEM_BYTES[block.dtype], -1), positions,
             bits,
         )  # fmt: skip
-        if outcome != kernels.DECODED:
-            raise Refused("patch.invalid", _SAYS[outcome])
+        return int(outcome)
 
 
 def _read_head(
