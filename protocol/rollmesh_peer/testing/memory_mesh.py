@@ -35,12 +35,16 @@ class MemoryNetwork:
         """A new mesh on this network, gone at the end of the block; the same ``port`` gives the same address again."""
         self._ports += 1
         async with trio.open_nursery() as nursery:
-            mesh = MemoryMesh(self, peer=Identity(key_seed).peer, port=port or 20_000 + self._ports, nursery=nursery)
+            port = port or 20_000 + self._ports
+            mesh = self._make_mesh(peer=Identity(key_seed).peer, port=port, nursery=nursery)
             self._meshes[mesh.peer_id] = mesh
             try:
                 yield mesh
             finally:
                 self.kill(mesh.peer_id)
+
+    def _make_mesh(self, *, peer: str, port: int, nursery: trio.Nursery) -> MemoryMesh:
+        return MemoryMesh(self, peer=peer, port=port, nursery=nursery)
 
     def kill(self, peer: str) -> None:
         """End a peer as ``kill -9`` does: its links are gone, and nothing answers at its address."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import Receipt
 from rollmesh_protocol.rollout import Result, SampleResult, Segment
-from tests.unit.learner.world import RUN, STOP, VOCABULARY, FakeNode, Life, World
+from tests.unit.learner.world import RUN, STOP, VOCABULARY, FakeNode, Life, settled_life
 
 RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=2)
 
@@ -26,14 +25,7 @@ RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=2)
 @asynccontextmanager
 async def desk(folder: Path):
     """A learner, and two nodes of which the first holds one lease."""
-    world = World(folder, Random(0), RULES)
-    async with world.life() as life:
-        await life.stepper.settle()
-        life.put_prompts()
-        for node in world.nodes:
-            node.join(life)
-            node.hear(life.versions.head)
-        first, second = world.nodes
+    async with settled_life(folder, RULES) as (life, (first, second)):
         await first.ask(life, groups=1)
         yield life, first, second
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 
 import pytest
 import trio
@@ -12,7 +11,7 @@ import trio
 from rollmesh_learner.work.book import Rules
 from rollmesh_protocol import limits
 from rollmesh_protocol.messages import Head, ReturnAnswer, ReturnRequest
-from tests.unit.learner.world import FakeNode, Life, World
+from tests.unit.learner.world import FakeNode, Life, settled_life
 
 RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=2)
 NEWER = Head(version=2, step=0, root=b"\2" * 32)
@@ -21,14 +20,8 @@ NEWER = Head(version=2, step=0, root=b"\2" * 32)
 @asynccontextmanager
 async def desk(folder: Path):
     """A learner and two nodes that hold its first version."""
-    world = World(folder, Random(0), RULES)
-    async with world.life() as life:
-        await life.stepper.settle()
-        life.put_prompts()
-        for node in world.nodes:
-            node.join(life)
-            node.hear(life.versions.head)
-        yield life, *world.nodes
+    async with settled_life(folder, RULES) as (life, nodes):
+        yield life, *nodes
 
 
 async def give_back(life: Life, node: FakeNode, *, code: str) -> int:

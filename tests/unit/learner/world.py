@@ -518,6 +518,19 @@ async def _a_moment() -> None:
     await trio.sleep(0.0002)
 
 
+@asynccontextmanager
+async def settled_life(folder: Path, rules: Rules) -> AsyncIterator[tuple[Life, list[FakeNode]]]:
+    """A learner that has begun and has prompts, and the world's nodes, which have joined and hold its first version."""
+    world = World(folder, Random(0), rules)
+    async with world.life() as life:
+        await life.stepper.settle()
+        life.put_prompts()
+        for node in world.nodes:
+            node.join(life)
+            node.hear(life.versions.head)
+        yield life, world.nodes
+
+
 def _only_kills(group: BaseExceptionGroup) -> bool:
     return all(
         _only_kills(error) if isinstance(error, BaseExceptionGroup) else isinstance(error, Killed | trio.Cancelled)

@@ -12,7 +12,6 @@ import heapq
 import itertools
 import math
 from collections import deque
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +20,6 @@ import trio
 from rollmesh_peer.testing.memory_mesh import MemoryMesh, MemoryNetwork, MemoryStream
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost
-from rollmesh_protocol.identity import Identity
 
 BUFFER_BYTES = 128 * 1024
 """What the kernel takes of one connection before a writer must wait."""
@@ -54,16 +52,8 @@ class ShapedNetwork(MemoryNetwork):
         self._order = itertools.count()
         self._wake = trio.CancelScope()
 
-    @asynccontextmanager
-    async def join(self, key_seed, *, port=None):
-        self._ports += 1
-        async with trio.open_nursery() as nursery:
-            mesh = ShapedMesh(self, peer=Identity(key_seed).peer, port=port or 20_000 + self._ports, nursery=nursery)
-            self._meshes[mesh.peer_id] = mesh
-            try:
-                yield mesh
-            finally:
-                self.kill(mesh.peer_id)
+    def _make_mesh(self, *, peer, port, nursery):
+        return ShapedMesh(self, peer=peer, port=port, nursery=nursery)
 
     def reachable(self, mesh, target):
         return None if target.peer in self.hidden else super().reachable(mesh, target)
