@@ -336,7 +336,9 @@ class _Learner:
             known = head.version
             header = self._publisher.header
             if header is not None:
-                self._spread.published(head.version, num_bytes=self._head_bytes(), now=trio.current_time())
+                # Who has the base model at home fetches nothing of an anchor: what it takes is known of patches only.
+                num_bytes = self._head_bytes() if header.parent is not None else 0
+                self._spread.published(head.version, num_bytes=num_bytes, now=trio.current_time())
                 await announcer.announce(header)
 
     async def _stop_when(self, stop: trio.Event) -> None:

@@ -45,7 +45,7 @@ class SpreadStatus(Record):
 
     version: int = Field(ge=1)
     head_bytes: int = Field(ge=0)
-    """What it takes to get there from the version before: manifest and payload."""
+    """What it takes to get there from the version before, manifest and payload; 0 where no patch leads there."""
     age_s: float = Field(ge=0)
     online: int = Field(ge=0)
     holding: int = Field(ge=0)

@@ -47,7 +47,10 @@ class SpreadBook:
         self._watched: list[_Watched] = []
 
     def published(self, version: int, *, num_bytes: int, now: float) -> None:
-        """``version`` is out; from the one before it takes ``num_bytes``, manifest and payload, to get there."""
+        """``version`` is out; from the one before it takes ``num_bytes``, manifest and payload, to get there.
+
+        0 where that is not known: then nothing is said of who gave it.
+        """
         for watched in self._watched:
             self._tell(watched, now=now)
         served = self._served_bytes()
@@ -96,7 +99,7 @@ class SpreadBook:
         from_peers = max(0, fetched - found.bytes_from_learner)
         event(
             log, "version spread", version=found.version, holding=f"{found.holding} of {found.online} nodes",
-            bytes=size(found.head_bytes), from_peers=share(from_peers, fetched) if fetched else "nothing",
+            bytes=size(found.head_bytes), from_peers=share(from_peers, fetched),
             nine_in_ten=_seconds(found.most_s), all=_seconds(found.last_s), slowest=", ".join(found.slowest),
         )  # fmt: skip
 

@@ -207,7 +207,9 @@ def _spread(spread: SpreadStatus) -> str:
     ]
     fetched = spread.holding * spread.head_bytes
     peers = max(0, fetched - spread.bytes_from_learner)
-    parts = [f"version {count(spread.version)}: {who}", *when, f"{share(peers, fetched)} from peers"]
+    parts = [f"version {count(spread.version)}: {who}", *when]
+    if fetched:
+        parts.append(f"{share(peers, fetched)} from peers")
     if spread.slowest:
         parts.append(f"slowest {clean(', '.join(spread.slowest), limit=60)}")
     return ", ".join(parts)
