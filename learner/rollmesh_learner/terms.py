@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rollmesh_learner.audit.verdict import Thresholds
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.members.standing import StandingRules
 from rollmesh_learner.members.welcome import AdmissionTerms
@@ -12,6 +11,7 @@ from rollmesh_learner.work.book import Rules
 from rollmesh_learner.work.intake import IntakeTerms
 from rollmesh_learner.work.leasing import LeaseTerms
 from rollmesh_protocol.messages import RunCard
+from rollmesh_protocol.verdicts.margins import Thresholds
 
 
 def book_rules(config: LearnerConfig) -> Rules:

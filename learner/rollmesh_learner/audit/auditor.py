@@ -1,6 +1,6 @@
 """The audit loop (layer L5): rollouts drawn for audit are recomputed under the exact weights that they name.
 
-The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_learner.audit.verdict`). A rollout
+The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_protocol.verdicts.margins`). A rollout
 drawn for audit is consumed only after it passed. A hard failure ends in quarantine: everything of that node which is
 not consumed yet is void. A rollout that cannot be recomputed, whatever is wrong with it, is not used and holds up no
 other: after a failure rollouts are audited one by one, and one that keeps failing is given up.
@@ -18,14 +18,6 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.audit.verdict import (
-    AuditFigures,
-    Thresholds,
-    Verdict,
-    judge_rollout,
-    judge_window,
-    keep_recent,
-)
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.records.ledger import Ledger, Statement
@@ -37,6 +29,14 @@ from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.identity import short
+from rollmesh_protocol.verdicts.margins import (
+    AuditFigures,
+    Thresholds,
+    Verdict,
+    judge_rollout,
+    judge_window,
+    keep_recent,
+)
 
 _log = logging.getLogger("rollmesh.learner.audit")
 

@@ -4,7 +4,8 @@ Invariant: the figures are those of the weights that were loaded last, whose bit
 the image; a rollout that cannot be recomputed (a token beyond the vocabulary, too long for the model) is an error, for
 cheap checks have let it through, never a pass.
 
-Not here: verdicts and thresholds (:mod:`.verdict`), the loop that decides what is audited (:mod:`.auditor`).
+Not here: verdicts and thresholds (:mod:`rollmesh_protocol.verdicts.margins`), the loop that decides what is audited
+(:mod:`.auditor`).
 """
 
 from __future__ import annotations

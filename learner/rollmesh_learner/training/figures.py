@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh_learner.training.checks import LARGEST_EXPONENT, LogprobLimits, Mismatch, k3, mismatch
 from rollmesh_learner.training.flat import FlatBatch
 from rollmesh_learner.training.loss import Objective, importance
+from rollmesh_protocol.verdicts.logprobs import LARGEST_EXPONENT, LogprobLimits, Mismatch, k3, mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

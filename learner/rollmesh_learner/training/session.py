@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from rollmesh_learner.training import checkpoint
 from rollmesh_learner.training.batch import RolloutRecord, open_rollout
-from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.figures import StepReport
 from rollmesh_learner.training.optimiser import MasterOptimiser
 from rollmesh_learner.training.settings import TrainingSettings
@@ -28,6 +27,7 @@ from rollmesh_peer.models.image import layout_of, weights_of, write_image
 from rollmesh_peer.models.loader import build_model
 from rollmesh_protocol.errors import ChildFailed, HostError
 from rollmesh_protocol.layout import Layout
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 
 WRONG_STEP: Final = "trainer.step"
 """The code of a step that is not the next one."""

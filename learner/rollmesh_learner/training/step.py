@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from rollmesh_learner.training import figures, forest, packing, vocabulary
 from rollmesh_learner.training.advantage import group_advantages
 from rollmesh_learner.training.batch import Sample, split_groups
-from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.figures import StepReport, Tally
 from rollmesh_learner.training.flat import FlatBatch, flatten
 from rollmesh_learner.training.loss import Objective, is_clipped, policy_loss
 from rollmesh_learner.training.optimiser import MasterOptimiser
 from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_peer.models.logprobs import output_head
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 
 
 class PolicyTrainer:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rollmesh_learner.training.batch import RolloutRecord
-from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_peer.children.child import leave, run_child, take_pipes
 from rollmesh_peer.children.frames import Body
 from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 
 if TYPE_CHECKING:
     from rollmesh_learner.training.session import Session

@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 
-from rollmesh_learner.audit.verdict import Thresholds
 from rollmesh_learner.config import Audit, Environment, LearnerConfig, Rollouts, Run, Scoring, Trust, load_config
 from rollmesh_learner.config import Model as BaseModel
 from rollmesh_learner.members.standing import StandingRules
-from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_node.config import NodeConfig
 from rollmesh_node.config import load_config as load_node_config
 from rollmesh_peer.children.confinement import AnswerLimits
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import UsageError
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
+from rollmesh_protocol.verdicts.margins import Thresholds
 
 LEAST = "[run]\nname = 'r'\n[model]\nsource = 'hub:o/m'\n[[environments]]\nname = 'addition'\n"
 

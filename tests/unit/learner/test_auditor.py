@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from rollmesh_learner.audit.auditor import Auditor
-from rollmesh_learner.audit.verdict import Thresholds
 from rollmesh_learner.work.book import Rules
 from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.unit.learner.world import FakeNode, Life, World
 
 RULES = Rules(steps=20, staleness=2, groups_per_step=2, samples_per_group=2)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rollmesh_learner.training.checks import LogprobLimits
 from rollmesh_learner.training.session import Session
 from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_peer.models.image import weights_of
 from rollmesh_peer.models.loader import build_model
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 
 SIZES = {
     "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

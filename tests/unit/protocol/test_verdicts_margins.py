@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh_learner.audit.verdict import (
+from rollmesh_protocol.verdicts.margins import (
     KEPT_WINDOWS,
     AuditFigures,
     Thresholds,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from rollmesh_learner.training.checks import LogprobLimits, k3, mismatch
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits, k3, mismatch
 
 OWN = np.full(12, -1.5, np.float32)
 
