@@ -30,6 +30,7 @@ POINTS: Final[dict[str, str]] = {
     "store.chunk_written": "a chunk lies in its file and is not counted as held",
     "store.payload_flushed": "a complete payload is flushed and has not its final name",
     "weights.snapshot_copied": "worker: a snapshot is copied into memory, the chain not yet applied",
+    "weights.decoded_ahead": "worker: blocks of a payload that is not whole are decoded, the image is untouched",
     "weights.applied": "worker: a patch has changed the image, nothing is verified",
     "weights.snapshot_written": "worker: a snapshot is written and not flushed",
     # node: a working copy on a disk

@@ -8,7 +8,7 @@ take (rollmesh_protocol.edges) and what the weights are (keeper).
 Files in ``folder``, named by the manifest's digest in hex: ``.manifest`` (the signed envelope), ``.part`` and
 ``.payload``. Methods that write, read or delete block on the disk: daemons call them in a thread, and several threads
 may do so at once. Those that only tell what is there (``names``, ``manifest``, ``envelope``, ``held``, ``is_complete``,
-``payload_path``, ``pin``) never wait for the disk.
+``payload_path``, ``part_path``, ``pin``) never wait for the disk.
 """
 
 from __future__ import annotations
@@ -146,6 +146,10 @@ class EdgeStore:
     def payload_path(self, name: bytes) -> Path:
         """The file of a complete payload; Refused ``request.unknown`` otherwise."""
         return self._edge(name).payload.path
+
+    def part_path(self, name: bytes) -> Path:
+        """The file in which a payload's chunks lie until it is complete. Refused ``request.unknown``."""
+        return self._edge(name).payload.part
 
     def adopt_payload(self, name: bytes, path: Path) -> None:
         """``path`` is the complete, good payload of the manifest ``name``: take it over (another name, or a copy)."""

@@ -16,7 +16,7 @@ import trio
 
 from rollmesh_peer.mesh.requests import opened_answer
 from rollmesh_peer.mesh.seam import Mesh, MeshStream
-from rollmesh_peer.weights.board import Board
+from rollmesh_peer.weights.board import Board, Pulse
 from rollmesh_peer.weights.conduct import ConductBook
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.have import HaveExchange
@@ -55,10 +55,10 @@ class Around:
 
 
 class Fetch:
-    """Fetches the payload of ``manifest``; ``await run()`` once."""
+    """Fetches the payload of ``manifest``; ``await run()`` once. ``gained`` fires with every chunk that is stored."""
 
     def __init__(
-        self, around: Around, *, board: Board, manifest: Manifest, held: Iterable[int], random: Random
+        self, around: Around, *, board: Board, manifest: Manifest, held: Iterable[int], random: Random, gained: Pulse
     ) -> None:
         self._around = around
         self._board = board
@@ -70,6 +70,7 @@ class Fetch:
             learner=around.learner,
             random=random,
         )
+        self._gained = gained
         self._offered: dict[str, bytes] = {}
         self._idle: dict[str, list[MeshStream]] = {}
         self._scopes: dict[Ask, trio.CancelScope] = {}
@@ -236,6 +237,7 @@ class Fetch:
         for second in self._picker.stored(ask):
             self._withdraw(second)
         self._board.gain(ask.index)
+        self._gained.fire()
         self.tally.chunks[ask.peer] += 1
         self.tally.num_bytes[ask.peer] += len(chunk)
 

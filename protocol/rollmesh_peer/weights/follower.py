@@ -21,6 +21,8 @@ from rollmesh_peer.mesh.seam import Mesh
 from rollmesh_peer.weights.board import Pulse
 from rollmesh_peer.weights.edge_book import EdgeBook
 from rollmesh_peer.weights.edge_store import EdgeStore
+from rollmesh_peer.weights.lineage import Link
+from rollmesh_peer.weights.preparing import Prepares, prepare_while_fetched
 from rollmesh_peer.weights.swarm import Swarm
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused, RollmeshError
@@ -35,11 +37,11 @@ _STALLED_S = 30.0
 _SHORT_WAY = 2
 """Edges of a way that is taken without asking the learner for a shorter one."""
 
-Path = Sequence[tuple[bytes, Manifest]]
+Path = Sequence[Link]
 OnVersion = Callable[[int, bytes], None]
 
 
-class Weights(Protocol):
+class Weights(Prepares, Protocol):
     """What the follower needs of the keeper."""
 
     @property
@@ -290,11 +292,15 @@ class Follower:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fetch)
+            nursery.start_soon(self._prepare, (edge.manifest, manifest))
             await self._wait_cheaper(edge, head)
             log.info("version %d is left for a cheaper way", edge.version)
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _prepare(self, link: Link) -> None:
+        await prepare_while_fetched(link, keeper=self._keeper, store=self._store, gained=self._swarm.gained)
 
     async def _wait_cheaper(self, edge: Edge, head: Head) -> None:
         """Return when the cheapest way to the head does not pass over ``edge`` any more."""
@@ -335,7 +341,7 @@ class Follower:
         self._tell()
         await trio.to_thread.run_sync(self._prune)
 
-    def _links(self, path: Sequence[Edge]) -> list[tuple[bytes, Manifest]]:
+    def _links(self, path: Sequence[Edge]) -> list[Link]:
         links = []
         for edge in path:
             manifest = self._store.manifest(edge.manifest)

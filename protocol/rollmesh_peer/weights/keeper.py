@@ -30,6 +30,7 @@ from rollmesh_peer.weights.image_file import kept_names
 from rollmesh_peer.weights.kept_state import Named, SnapshotPolicy
 from rollmesh_peer.weights.lineage import Lineage, Link, Origin, named
 from rollmesh_peer.weights.ram import open_place
+from rollmesh_peer.weights.worker_calls import AheadAnswer
 from rollmesh_peer.weights.working_copy import WorkingCopy
 from rollmesh_peer.weights.workshop import Workshop
 from rollmesh_protocol import limits
@@ -187,6 +188,24 @@ class Keeper:
             if failure is not None:
                 raise failure
             await self._snapshot_if_due()
+
+    async def prepare(self, link: Link) -> AheadAnswer | None:
+        """Have blocks of a patch decoded while it is being fetched, which makes :meth:`advance` shorter later on.
+
+        One short call, which changes nothing; None where there is nothing to do: the keeper is at work, the payload is
+        complete, or the patch does not begin at the weights held.
+
+        Raises:
+            Refused: ``request.unknown`` when the store has dropped the edge.
+            HostError, ChildFailed: nothing is decoded; :meth:`advance` will see to it.
+        """
+        name, manifest = link
+        if self._turn.locked() or self._held is None or manifest.parent != self._held.root:
+            return None
+        if self._store.is_complete(name):
+            return None
+        async with self._turn:  # free, so nobody else comes first; and the image changes in a turn only
+            return await self._copy.prepare(self._held, link)
 
     async def confirm(self, *, root: bytes, version: int, step: int) -> bool:
         """A signed header calls ``root`` by this version: True when that is held now, under this name or a newer one.

@@ -31,12 +31,13 @@ WHOLE: Final = ".payload"
 class Payload:
     """The payload of ``manifest`` under ``stem`` (a path without suffix). Safe to use from several threads.
 
-    ``held``, ``is_complete`` and ``path`` do not touch the disk and never wait for those that do.
+    ``held``, ``is_complete``, ``path`` and ``part`` do not touch the disk and never wait for those that do.
     """
 
     def __init__(self, stem: Path, manifest: Manifest) -> None:
         self.manifest: Final = manifest
-        self._part = stem.with_name(stem.name + PART)
+        self.part: Final = stem.with_name(stem.name + PART)
+        """Where the chunks lie while some are missing."""
         self._whole = stem.with_name(stem.name + WHOLE)
         self._writing = Lock()
         """Held while the files change."""
@@ -69,7 +70,7 @@ class Payload:
         with self._writing, durable.disk_errors("a chunk of the weights cannot be written"):
             if index in self._held:
                 return
-            descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+            descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
             try:
                 os.ftruncate(descriptor, self.manifest.payload_bytes)
                 _write_at(descriptor, chunk, index * self.manifest.chunk_bytes)
@@ -81,7 +82,7 @@ class Payload:
                 os.close(descriptor)
             if is_last:
                 fault_point("store.payload_flushed")
-                durable.settle(self._part, self._whole)
+                durable.settle(self.part, self._whole)
             self._held |= {index}
             self._is_complete = is_last
 
@@ -98,7 +99,7 @@ class Payload:
 
     def _read(self, index: int) -> bytes:
         """What lies at a chunk's place, in either file: the name changes when the payload becomes complete."""
-        for path in (self._whole, self._part, self._whole):
+        for path in (self._whole, self.part, self._whole):
             try:
                 with path.open("rb") as file:
                     file.seek(index * self.manifest.chunk_bytes)
@@ -117,7 +118,7 @@ class Payload:
             if size != self.manifest.payload_bytes:
                 raise HostError(f"{source} has {size} bytes where its manifest says {self.manifest.payload_bytes}")
             durable.take_file(source, self._whole)
-            self._part.unlink(missing_ok=True)
+            self.part.unlink(missing_ok=True)
             self._held = frozenset(range(self.manifest.chunk_count))
             self._is_complete = True
 
@@ -127,29 +128,29 @@ class Payload:
             self._held = frozenset()
             self._is_complete = False
             self._whole.unlink(missing_ok=True)
-            self._part.unlink(missing_ok=True)
+            self.part.unlink(missing_ok=True)
 
     def _open(self) -> None:
         size = self._whole.stat().st_size if self._whole.exists() else None
         if size == self.manifest.payload_bytes:
             self._held = frozenset(range(self.manifest.chunk_count))
             self._is_complete = True
-            self._part.unlink(missing_ok=True)
+            self.part.unlink(missing_ok=True)
             return
         if size is not None:
             log.warning("%s has %d bytes instead of %d; discarded", self._whole.name, size, self.manifest.payload_bytes)
             self._whole.unlink()
-        if self._part.exists():
+        if self.part.exists():
             self._held = self._verified_part()
             log.info("%d of %d chunks of an earlier download are good", len(self._held), self.manifest.chunk_count)
             if len(self._held) == self.manifest.chunk_count:
-                durable.sync_file(self._part)
-                durable.settle(self._part, self._whole)
+                durable.sync_file(self.part)
+                durable.settle(self.part, self._whole)
                 self._is_complete = True
 
     def _verified_part(self) -> frozenset[int]:
         good = set()
-        with self._part.open("rb") as file:
+        with self.part.open("rb") as file:
             for index in range(self.manifest.chunk_count):
                 start = index * self.manifest.chunk_bytes
                 if _is_hole(file.fileno(), start, start + self.manifest.chunk_length(index)):
@@ -167,7 +168,7 @@ class Payload:
                 self._is_complete = False
                 # Where a snapshot is another name of this file, the chunk's new download mends both.
                 with contextlib.suppress(OSError):
-                    self._whole.replace(self._part)
+                    self._whole.replace(self.part)
 
     def _is_good(self, index: int, chunk: bytes) -> bool:
         return blake3(chunk).digest() == self.manifest.chunk_digest(index)

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Final
 
 import trio
 
 from rollmesh_peer.mesh.requests import ask
-from rollmesh_peer.weights.board import Board
+from rollmesh_peer.weights.board import Board, Pulse
 from rollmesh_peer.weights.fetch import Around, Fetch, Tally
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
@@ -54,6 +55,8 @@ class Swarm:
     def __init__(
         self, around: Around, *, random: Random, fetch_ended: Callable[[frozenset[str]], None] | None = None
     ) -> None:
+        self.gained: Final = Pulse()
+        """Fires with every chunk that is stored."""
         self._around = around
         self._fetch_ended = fetch_ended
         self._random = random
@@ -108,7 +111,9 @@ class Swarm:
             while not await trio.to_thread.run_sync(store.is_complete, name):
                 await self._around.exchange.refresh(board)
                 held = await trio.to_thread.run_sync(store.held, name)
-                fetch = Fetch(self._around, board=board, manifest=manifest, held=held, random=self._random)
+                fetch = Fetch(
+                    self._around, board=board, manifest=manifest, held=held, random=self._random, gained=self.gained
+                )
                 self._current = fetch
                 try:
                     await fetch.run()

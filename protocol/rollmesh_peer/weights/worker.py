@@ -1,10 +1,10 @@
 """The weights worker: a child process that encodes, applies and digests, so that no daemon ever does.
 
-It works on images in place through shared mappings and holds nothing between calls but the layout. An image counts
-only once its tensors' digests were compared. What a killed worker leaves in memory is for the keeper to discard; an
-image on a disk is changed under an undo log (:mod:`rollmesh_peer.weights.undo_file`), and the next worker leads it back
-or on. Numpy, numba, blake3 and zstandard only. Run as ``python -m rollmesh_peer.weights.worker`` by
-:mod:`rollmesh_peer.weights.workshop`.
+It works on images in place through shared mappings and holds nothing between calls but the layout and what it has
+decoded ahead (:mod:`rollmesh_peer.weights.ahead`). An image counts only once its tensors' digests were compared. What a
+killed worker leaves in memory is for the keeper to discard; an image on a disk is changed under an undo log
+(:mod:`rollmesh_peer.weights.undo_file`), and the next worker leads it back or on. Numpy, numba, blake3 and zstandard
+only. Run as ``python -m rollmesh_peer.weights.worker`` by :mod:`rollmesh_peer.weights.workshop`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from rollmesh_peer.children.child import run_child
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
 from rollmesh_peer.weights import durable
+from rollmesh_peer.weights.ahead import Ahead
 from rollmesh_peer.weights.image_file import copy, flush, mapped, undo_path, unnamed_path, written_alone
 from rollmesh_peer.weights.undo_file import UndoFile
 from rollmesh_peer.weights.worker_calls import (
+    AheadCall,
     ApplyAnswer,
     ApplyCall,
     DigestCall,
@@ -91,6 +93,7 @@ class WeightsWorker:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
+        self._ahead: Ahead | None = None
         self._free_disk_bytes = 0
         self._threads = 1
         self._executor: ThreadPoolExecutor | None = None
@@ -101,10 +104,17 @@ class WeightsWorker:
             raise ChildFailed("the weights worker was not told its layout")
         return self._layout
 
+    @property
+    def decoded_ahead(self) -> Ahead:
+        if self._ahead is None:
+            raise ChildFailed("the weights worker was not told its layout")
+        return self._ahead
+
     def open(self, body: Body) -> Body:
         """Learn the layout."""
         call = OpenCall.read(body)
         self._layout = _WireLayout.decode(call.layout, limit=limits.CARD_BYTES)
+        self._ahead = Ahead(self._layout)
         self._free_disk_bytes = call.free_disk_bytes
         self._threads = call.threads
         self._executor = ThreadPoolExecutor(call.threads, thread_name_prefix="block") if call.threads > 1 else None
@@ -139,11 +149,18 @@ class WeightsWorker:
             payload_bytes=len(payload),
         ).model_dump()
 
+    def ahead(self, body: Body) -> Body:
+        """Decode more blocks of a patch that is on its way."""
+        call = AheadCall.read(body)
+        with mapped(Path(call.image), length=self.layout.image_bytes) as image:
+            return self.decoded_ahead.go_on(call, image, self._executor).model_dump()
+
     def apply(self, body: Body) -> Body:
         """Advance an image; on anything wrong undo it, as far as that is possible."""
         call = ApplyCall.read(body)
+        ahead = self.decoded_ahead.take(image=call.image, before=call.before, step=call.steps[0])
         if not call.is_on_disk:
-            return self._apply(call, UndoLog()).model_dump()
+            return self._apply(call, UndoLog(), ahead).model_dump()
         image = Path(call.image)
         undo = UndoFile(
             undo_path(image),
@@ -154,13 +171,14 @@ class WeightsWorker:
             spare_bytes=self._free_disk_bytes,
         )
         with written_alone(image):
-            answer = self._apply(call, undo)
+            answer = self._apply(call, undo, ahead)
             if answer.outcome == "undone":
                 undo.remove()
         return answer.model_dump()
 
     def restore(self, body: Body) -> Body:
         """Make an image from a snapshot and a chain."""
+        self.decoded_ahead.forget()
         call = RestoreCall.read(body)
         if not call.is_on_disk:
             return self._restore(call).model_dump()
@@ -180,6 +198,7 @@ class WeightsWorker:
 
     def recover(self, body: Body) -> Body:
         """Use an image that is on the disk: undo what was begun from these digests, and compare every one of them."""
+        self.decoded_ahead.forget()
         call = RecoverCall.read(body)
         path = Path(call.image)
         if not path.exists():
@@ -220,7 +239,7 @@ class WeightsWorker:
         with mapped(Path(call.image), length=self.layout.image_bytes, writable=True) as image:
             try:
                 for step in call.steps:
-                    self._apply_step(image, step, UndoLog(most_bytes=0))
+                    self._apply_step(image, step, UndoLog(most_bytes=0), {})
                 self._verify(image, None, before=b"", after=call.steps[-1].tensors if call.steps else call.tensors)
             except (Refused, HostError) as error:
                 reason = error.detail
@@ -250,6 +269,7 @@ class WeightsWorker:
             "open": self.open,
             "digest": self.digest,
             "encode": self.encode,
+            "ahead": self.ahead,
             "apply": self.apply,
             "restore": self.restore,
             "recover": self.recover,
@@ -257,13 +277,14 @@ class WeightsWorker:
         }
 
     # --- applying ----------------------------------------------------------------------------------------------------
-    def _apply(self, call: ApplyCall, undo: UndoLog | UndoFile) -> ApplyAnswer:
+    def _apply(self, call: ApplyCall, undo: UndoLog | UndoFile, ahead: dict[int, Flips]) -> ApplyAnswer:
+        """``ahead``: flips of the first step that are known."""
         path = Path(call.image)
         touched: set[int] = set()
         with mapped(path, length=self.layout.image_bytes, writable=True) as image:
             try:
-                for step in call.steps:
-                    touched.update(self._apply_step(image, step, undo))
+                for number, step in enumerate(call.steps):
+                    touched.update(self._apply_step(image, step, undo, {} if number else ahead))
                     fault_point("weights.applied")
                 self._verify(image, touched, before=call.before, after=call.steps[-1].tensors)
                 if call.is_on_disk:
@@ -277,8 +298,8 @@ class WeightsWorker:
                 return ApplyAnswer(outcome="undone" if is_undone else "broken", code=error.code, detail=error.detail)
         return ApplyAnswer(outcome="applied", code="", detail="")
 
-    def _apply_step(self, image: memoryview, step: Step, undo: UndoLog | UndoFile) -> set[int]:
-        """One payload, its chunks verified first; the tensors that it touched."""
+    def _apply_step(self, image: memoryview, step: Step, undo: UndoLog | UndoFile, ahead: dict[int, Flips]) -> set[int]:
+        """One payload, its chunks verified first; blocks are taken from ``ahead``. The tensors that it touched."""
         with mapped(Path(step.payload)) as payload:
             if _chunk_digests(payload, step.chunk_bytes) != step.chunks:
                 raise Refused("chunk.digest", f"{Path(step.payload).name} has changed on the disk")
@@ -289,7 +310,9 @@ class WeightsWorker:
                 image[:] = payload
                 return set(range(len(self.layout.tensors)))
             touched: set[int] = set()
-            with contextlib.closing(decoded(self.layout, image, payload, executor=self._executor)) as blocks:
+            with contextlib.closing(
+                decoded(self.layout, image, payload, executor=self._executor, ahead=ahead)
+            ) as blocks:
                 for flips in undo.guarded(image, blocks):
                     flips.apply(image)
                     touched |= flips.touched
@@ -317,7 +340,7 @@ class WeightsWorker:
                 return RestoreAnswer(applied=-1, detail=error.detail)
             before = call.tensors
             for applied, step in enumerate(call.steps):
-                answer = self._apply(ApplyCall(image=call.image, before=before, steps=[step]), UndoLog())
+                answer = self._apply(ApplyCall(image=call.image, before=before, steps=[step]), UndoLog(), {})
                 if answer.outcome == "broken":
                     # Only what came before this step is good, and it is lost: make that much again.
                     shorter = call.model_copy(update={"steps": call.steps[:applied]})

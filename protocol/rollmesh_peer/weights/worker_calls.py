@@ -53,6 +53,29 @@ class ApplyAnswer(Record):
     detail: str
 
 
+class AheadCall(Record):
+    """Decode blocks of a patch that is on its way; ``image`` has the digests ``before``, and stays as it is.
+
+    ``payload`` is a file with some of its ``payload_bytes`` at their places, ``held`` the bitmap of the chunks there.
+    """
+
+    image: str
+    before: bytes
+    payload: str
+    payload_bytes: int = Field(ge=1)
+    chunk_bytes: int = Field(ge=1)
+    chunks: bytes
+    held: bytes
+
+
+class AheadAnswer(Record):
+    """How many blocks are decoded by now; whether another call would decode more at once, or none ever would."""
+
+    ready: int
+    is_more: bool
+    is_over: bool
+
+
 class RestoreCall(Record):
     """Make ``image`` anew: ``snapshot``, whose tensors have the digests ``tensors``, and then ``steps``.
 

@@ -22,7 +22,7 @@ from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.image_file import undo_path
 from rollmesh_peer.weights.kept_state import Named
 from rollmesh_peer.weights.lineage import Link, Origin
-from rollmesh_peer.weights.worker_calls import ApplyAnswer, RestoreAnswer, Step, step_of
+from rollmesh_peer.weights.worker_calls import AheadAnswer, ApplyAnswer, RestoreAnswer, Step, step_of
 from rollmesh_peer.weights.workshop import Workshop
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused, RollmeshError
 
@@ -72,6 +72,17 @@ class WorkingCopy:
         if made.applied == len(patches):
             return Outcome(None, is_torn=False)
         return Outcome(Refused("patch.root", made.detail), is_torn=not is_beside)
+
+    async def prepare(self, held: Named, link: Link) -> AheadAnswer:
+        """Have blocks of a patch from ``held`` decoded, from the chunks that are there. ChildFailed, HostError."""
+        name, manifest = link
+        return await self._workshop.ahead(
+            self.image,
+            before=held.tensors,
+            manifest=manifest,
+            part=self._store.part_path(name),
+            held=self._store.held(name),
+        )
 
     async def settle(self) -> bool:
         """What the image is now is written down: forget how it was before. True where that made room on the disk."""

@@ -8,7 +8,7 @@ supervisor starts another one, and what became of the image is the keeper's busi
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,8 @@ from rollmesh_peer import faults
 from rollmesh_peer.children.process import Child, ChildSpec, kept_environment, python_argv
 from rollmesh_peer.children.supervisor import Supervisor
 from rollmesh_peer.weights.worker_calls import (
+    AheadAnswer,
+    AheadCall,
     ApplyAnswer,
     ApplyCall,
     DigestCall,
@@ -33,7 +35,9 @@ from rollmesh_peer.weights.worker_calls import (
     Step,
 )
 from rollmesh_protocol import limits
+from rollmesh_protocol.chunks import to_bitmap
 from rollmesh_protocol.layout import Layout
+from rollmesh_protocol.manifest import Manifest
 from rollmesh_protocol.record import Record
 
 CALL_S: Final = 60.0
@@ -72,6 +76,17 @@ class Workshop:
         """Apply ``steps`` to ``image``, whose tensors have the digests ``before``; on a disk under its undo log."""
         call = ApplyCall(image=str(image), is_on_disk=is_on_disk, before=before, steps=list(steps))
         return ApplyAnswer.read(await self._call("apply", call, passes=(4 if is_on_disk else 2) * (len(steps) + 1)))
+
+    async def ahead(
+        self, image: Path, *, before: bytes, manifest: Manifest, part: Path, held: Collection[int]
+    ) -> AheadAnswer:
+        """Decode what can be of a patch of which the chunks ``held`` lie in ``part``; a short call, nothing changes."""
+        call = AheadCall(
+            image=str(image), before=before, payload=str(part), payload_bytes=manifest.payload_bytes,
+            chunk_bytes=manifest.chunk_bytes, chunks=manifest.chunks,
+            held=to_bitmap(held, chunk_count=manifest.chunk_count),
+        )  # fmt: skip
+        return AheadAnswer.read(await self._call("ahead", call))
 
     async def restore(
         self,

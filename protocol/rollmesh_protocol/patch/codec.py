@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,9 +41,12 @@ from rollmesh_protocol.patch.tables import MOST_PACKED_BYTES, Histograms, Tables
 
 MAGIC: Final = b"RMP2"
 _START: Final = struct.Struct("<4sI")
+START_BYTES: Final = _START.size
+"""Of a payload that say how long its head is."""
 UNCHANGED: Final = 0
 CONTEXT: Final = 1
 DENSE: Final = 2
+_POSITION_BYTES: Final = 4
 _COLUMNS: Final = 13
 """Bytes a block takes in the head: its kind and three uint32."""
 _HEAD_LEVEL: Final = 19
@@ -118,7 +121,7 @@ def encode_patch(layout: Layout, *, old: Bytes, new: Bytes, executor: Executor |
     kept: list[_Noted | None] = []
     room = _KEPT_BYTES
     gatherer = _Gatherer(old, new)
-    noted = _in_order(gatherer.count, blocks, executor)
+    noted = in_order(gatherer.count, blocks, executor)
     for block, (found, histograms) in zip(blocks, noted, strict=True):
         changes.append(len(found.kinds))
         totals[block.dtype].add(histograms)
@@ -133,7 +136,7 @@ def encode_patch(layout: Layout, *, old: Bytes, new: Bytes, executor: Executor |
         kept[index] = None
         return _encode_block(block, found or gatherer.gather(block), tables[block.dtype], old, new)
 
-    coded = list(_in_order(encode, range(len(blocks)), executor))
+    coded = list(in_order(encode, range(len(blocks)), executor))
     head = _pack_head(tables, changes, coded)
     return b"".join([_START.pack(MAGIC, len(head)), head, *(stream for _, streams in coded for stream in streams)])
 
@@ -253,46 +256,61 @@ class Patch:
         """How many elements block ``index`` changes."""
         return self._entries[index].changes
 
+    def flips_bytes(self, index: int) -> int:
+        """What the flips of block ``index`` take in memory."""
+        return self._entries[index].changes * (_POSITION_BYTES + ITEM_BYTES[self.blocks[index].dtype])
+
     def span(self, index: int) -> tuple[int, int]:
         """Where the streams of block ``index`` start and end in the payload."""
         return self._entries[index].offset, self._entries[index].end
 
     def decode(self, index: int, image: Bytes) -> Flips:
         """What block ``index`` changes, given the old image; only its own span is read. Refused ``patch.invalid``."""
-        block, entry = self.blocks[index], self._entries[index]
-        if entry.end > len(self._view):
+        start, end = self.span(index)
+        if end > len(self._view):
             raise Refused("patch.invalid", "the payload is cut short")
+        return self.decode_streams(index, image, self._view[start:end])
+
+    def decode_streams(self, index: int, image: Bytes, streams: Bytes) -> Flips:
+        """The same from ``streams``, the bytes of the block's span: the payload beyond its head is not needed."""
+        block, entry = self.blocks[index], self._entries[index]
+        view, middle = memoryview(streams).cast("B"), entry.sizes[0]
         positions = np.empty(entry.changes, dtype=np.uint32)
         old = _frozen(block.words(image))
         bits = np.empty(entry.changes, dtype=old.dtype)
         outcome = kernels.DECODED
         if entry.kind == CONTEXT:
-            outcome = self._decode_context(block, entry, old, positions, bits)
+            outcome = self._decode_context(block, (view[:middle], view[middle:]), old, positions, bits)
         elif entry.kind == DENSE:
-            outcome = self._decode_dense(block, entry, old, positions, bits)
+            outcome = self._decode_dense(block, view, old, positions, bits)
         if outcome != kernels.DECODED:
             raise Refused("patch.invalid", _SAYS[outcome])
         return Flips(block, positions, bits)
 
     def _decode_context(
-        self, block: Block, entry: _Entry, old: Words, positions: NDArray[np.uint32], bits: Words
+        self,
+        block: Block,
+        streams: tuple[memoryview, memoryview],
+        old: Words,
+        positions: NDArray[np.uint32],
+        bits: Words,
     ) -> int:
         tables = self._tables[block.dtype]
-        middle = entry.offset + entry.sizes[0]
         spare = kernels.SPARE_WORDS
-        words = np.zeros(entry.sizes[0] // 2 + spare, dtype=np.uint16)
-        words[:-spare] = np.frombuffer(self._view[entry.offset : middle], "<u2")
-        raw = np.zeros(entry.sizes[1] // 4 + spare, dtype=np.uint32)
-        raw[:-spare] = np.frombuffer(self._view[middle : entry.end], "<u4")
+        words = np.zeros(len(streams[0]) // 2 + spare, dtype=np.uint16)
+        words[:-spare] = np.frombuffer(streams[0], "<u2")
+        raw = np.zeros(len(streams[1]) // 4 + spare, dtype=np.uint32)
+        raw[:-spare] = np.frombuffer(streams[1], "<u4")
         outcome = kernels.decode_block(
             old, block.starts, block.ends, _shift(block.dtype), _width(block.dtype), tables.modes, tables.gap_tables,
             tables.step_tables, self._lookups[block.dtype], words, raw, positions, bits,
         )  # fmt: skip
         return int(outcome)
 
-    def _decode_dense(self, block: Block, entry: _Entry, old: Words, positions: NDArray[np.uint32], bits: Words) -> int:
+    @staticmethod
+    def _decode_dense(block: Block, view: memoryview, old: Words, positions: NDArray[np.uint32], bits: Words) -> int:
         size = block.elements * ITEM_BYTES[block.dtype]
-        planes = np.frombuffer(decompress(self._view[entry.offset : entry.end], exactly=size), np.uint8)
+        planes = np.frombuffer(decompress(view, exactly=size), np.uint8)
         outcome = kernels.decode_dense(
             old, block.starts, block.ends, _width(block.dtype), planes.reshape(ITEM_BYTES[block.dtype], -1), positions,
             bits,
@@ -300,12 +318,17 @@ class Patch:
         return int(outcome)
 
 
+def head_end(start: Bytes) -> int:
+    """Where the head ends of a payload that begins with ``start``, at least START_BYTES. Refused ``patch.invalid``."""
+    if len(start) < _START.size or _START.unpack_from(start)[0] != MAGIC:
+        raise Refused("patch.invalid", "the payload is not a patch of codec context-1")
+    return START_BYTES + int(_START.unpack_from(start)[1])
+
+
 def _read_head(
     layout: Layout, blocks: Sequence[Block], view: memoryview
 ) -> tuple[dict[Dtype, Tables], tuple[_Entry, ...]]:
-    if len(view) < _START.size or _START.unpack_from(view)[0] != MAGIC:
-        raise Refused("patch.invalid", "the payload is not a patch of codec context-1")
-    end = _START.size + _START.unpack_from(view)[1]
+    end = head_end(view)
     if end > len(view):
         raise Refused("patch.invalid", "the head of the patch is cut short")
     dtypes = _dtypes(layout)
@@ -382,17 +405,26 @@ def apply_patch(
 
 
 def decoded(
-    layout: Layout, image: Bytes, payload: Bytes, *, executor: Executor | None = None
+    layout: Layout,
+    image: Bytes,
+    payload: Bytes,
+    *,
+    executor: Executor | None = None,
+    ahead: MutableMapping[int, Flips] | None = None,
 ) -> Generator[Flips, None, None]:
-    """The changes of each block that has any, in order. The payload must be whole. Refused ``patch.invalid``."""
+    """The changes of each block that has any, in order. The payload must be whole. Refused ``patch.invalid``.
+
+    Blocks in ``ahead`` were decoded before, from this payload and this image; they are taken out of it.
+    """
+    known = {} if ahead is None else ahead
     patch = Patch(layout, payload)
     if patch.payload_bytes != len(memoryview(payload).cast("B")):
         raise Refused("patch.invalid", "the payload does not end with its last block")
     changing = [index for index in range(len(patch.blocks)) if patch.changes(index)]
-    yield from _in_order(lambda index: patch.decode(index, image), changing, executor)
+    yield from in_order(lambda index: known.pop(index, None) or patch.decode(index, image), changing, executor)
 
 
-def _in_order(
+def in_order(
     work: Callable[[_Item], _Result], items: Sequence[_Item], executor: Executor | None
 ) -> Generator[_Result, None, None]:
     """Results in the order of ``items``; no work is under way any more when the iterator ends, or is closed."""

@@ -68,6 +68,7 @@ class ScriptedKeeper:
         self.refused = set()
         self.bad = set()
         self.failures = []
+        self.prepared = []
 
     @property
     def is_quarantined(self):
@@ -92,6 +93,9 @@ class ScriptedKeeper:
         assert last.version > self.highest or (last.version == self.highest and self.is_quarantined)
         self.root, self.version, self.highest = at, last.version, last.version
         self.taken.append([manifest.version for _, manifest in path])
+
+    async def prepare(self, link):
+        self.prepared.append(link[1].version)
 
     async def confirm(self, *, root, version, step):
         if root != self.root:
