@@ -5,7 +5,8 @@ bytes that a node fetches, manifest included, over the exponent-context bound, w
 sizes of other encodings of the same data; encoding and decoding + applying in GB of full weights per second on one core
 (the best of some turns: this machine has other things to do), beside a plain comparison of the two images; and the
 memory that each takes beside the images. Then a chain of patches on the whole model: forth, back over the flips, and
-forth again, bit by bit. The last line is one JSON object: ``rows``, ``chain``, ``ok`` and ``misses``.
+forth again, bit by bit; and the time from the last chunk to weights held (:mod:`tests.bench.last_chunk`). The last line
+is one JSON object: ``rows``, ``chain``, ``last_chunk``, ``ok`` and ``misses``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from rollmesh_protocol.layout import Layout
 from rollmesh_protocol.patch.codec import decoded, encode_patch
-from tests.bench import patch_data
+from tests.bench import last_chunk, patch_data
 from tests.bench.e2e import base_model
 
 ROOT: Final = Path(__file__).parents[2]
@@ -33,6 +34,7 @@ LEAST_ENCODE_GBS: Final = 0.5
 LEAST_APPLY_GBS: Final = 1.0
 TURNS: Final = 4
 CAPTURE_S: Final = 3 * 3600
+LAST_CHUNK_OF: Final = ("base-1e-6", "base-1e-5")
 
 
 def main() -> int:
@@ -52,12 +54,16 @@ def main() -> int:
         print(_line(rows[-1]), flush=True)
     chain = follow_chain(layout, patch_data.load(steps, *patch_data.names()[0]).old, length=chosen.chain)
     print(f"a chain of {chain['patches']} patches, back and forth again: {chain['outcome']}")
+    last = [last_chunk.measure(layout, patch_data.load(steps, name, 7)) for name in LAST_CHUNK_OF]
+    for row in last:
+        print(f"{row['step']:<24}last chunk to weights held: {row['ahead_s']} s, {row['ratio']} x without a head start")
     misses = sorted(
         {miss for row in rows for miss in row["misses"]} | ({"chain"} if chain["outcome"] != "identical" else set())
     )
     figures = {
         "rows": rows,
         "chain": chain,
+        "last_chunk": last,
         "targets": {"ratio": MOST_RATIO, "encode_gb_per_s": LEAST_ENCODE_GBS, "apply_gb_per_s": LEAST_APPLY_GBS},
     }
     print(json.dumps(figures | {"ok": not misses, "misses": misses}))
@@ -147,7 +153,7 @@ import json, mmap, sys, threading
 from pathlib import Path
 from rollmesh_protocol.layout import Layout, TensorSpec
 from rollmesh_protocol.patch.codec import decoded, encode_patch
-from tests.bench import patch_data
+from tests.bench import last_chunk, patch_data
 folder, verb = Path(sys.argv[1]), sys.argv[2]
 def mapped(name):
     with (folder / name).open("rb") as file:

@@ -69,6 +69,7 @@ class ScriptedKeeper:
         self.bad = set()
         self.failures = []
         self.prepared = []
+        self.prepares = trio.lowlevel.checkpoint
 
     @property
     def is_quarantined(self):
@@ -96,6 +97,7 @@ class ScriptedKeeper:
 
     async def prepare(self, link):
         self.prepared.append(link[1].version)
+        await self.prepares()
 
     async def confirm(self, *, root, version, step):
         if root != self.root:
@@ -176,6 +178,44 @@ async def test_a_header_is_enough_to_follow_without_asking(world, autojump_clock
             assert follower.told[-1] == (version, ROOTS[version])
         assert follower.publisher.asked == []
         assert follower.waiting_for == ""
+
+
+async def test_what_came_of_a_patch_is_prepared_while_the_rest_is_fetched(world, autojump_clock):
+    async with following(world, rate=4096) as follower:
+        edge = step_edge(1, chunks=6)
+        follower.publisher.publish(edge)
+        follower.hear_header(header_of(edge))
+        await reach(follower, 1)
+        assert follower.keeper.prepared == [1] * 5  # not for the last chunk: then it is applied
+
+
+async def test_a_fetch_does_not_wait_for_what_is_prepared(world, autojump_clock):
+    async with following(world, rate=4096) as follower:
+        follower.keeper.prepares = trio.sleep_forever
+        edge = step_edge(1, chunks=6)
+        follower.publisher.publish(edge)
+        follower.hear_header(header_of(edge))
+        await reach(follower, 1)
+        assert follower.keeper.prepared == [1]
+
+
+async def test_an_anchor_is_not_prepared_and_trouble_in_it_ends_only_that(world, autojump_clock):
+    async with following(world, rate=4096) as follower:
+
+        async def fail():
+            raise ChildFailed("the worker died")
+
+        follower.keeper.prepares = fail
+        edge = step_edge(1, chunks=6)
+        follower.publisher.publish(edge)
+        follower.hear_header(header_of(edge))
+        await reach(follower, 1)
+        assert follower.keeper.prepared == [1]
+        leap = sign(MIXED, version=2, parent=None, image=IMAGES[2], payload=IMAGES[2])
+        follower.publisher.publish(leap)
+        follower.hear_header(header_of(leap))
+        await reach(follower, 2)
+        assert follower.keeper.prepared == [1]
 
 
 async def test_a_head_alone_makes_it_ask_for_edges(world, autojump_clock):
