@@ -2,11 +2,13 @@
 
 The image is in memory and the chunks come in a random order; before the last one everything that can be decoded is, as
 on a link that is slower than the decoder. The clock runs from the last chunk's bytes to the new root, verified and
-written down. The same turns with the same orders are taken both ways, one after the other.
+written down. The same turns with the same orders are taken both ways, one after the other. Beside the clock stands the
+processor time that the worker takes meanwhile, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -32,14 +34,14 @@ NO_SNAPSHOTS: Final = SnapshotPolicy(chain_patches=10_000, chain_most=10_000)
 
 
 def measure(layout: Layout, step: patch_data.Step) -> dict:
-    """Median seconds of both ways for one captured step, and the share of its changed blocks that was ready."""
+    """Median seconds of both ways for one captured step, and how many blocks were ready in each turn."""
     return trio.run(_measure, layout, step)
 
 
 async def _measure(layout: Layout, step: patch_data.Step) -> dict:
     old, new = step.old.tobytes(), step.new.tobytes()
     payloads = [encode_patch(layout, old=old, new=new), encode_patch(layout, old=new, new=old)]
-    took: dict[bool, list[float]] = {False: [], True: []}
+    took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     ready = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -66,25 +68,32 @@ async def _measure(layout: Layout, step: patch_data.Step) -> dict:
                         layout, version=version, parent=roots[way], image=image, payload=payload or b"",
                         chunk_bytes=limits.PATCH_CHUNK_BYTES,
                     )  # fmt: skip
-                    seconds, decoded = await _take(keeper, store, edge, order=Random(turn), is_ahead=is_ahead)
+                    child = workshop.supervisor.child
+                    assert child is not None
+                    *seconds, decoded = await _take(
+                        keeper, store, edge, order=Random(turn), is_ahead=is_ahead, worker=child.pid
+                    )
                     if turn >= 0 and way == 0:
-                        took[is_ahead].append(seconds)
+                        took[is_ahead].append((seconds[0], seconds[1]))
                         ready += [decoded] if is_ahead else []
-    plain, ahead = statistics.median(took[False]), statistics.median(took[True])
+    plain, ahead = (tuple(map(statistics.median, zip(*took[is_ahead], strict=True))) for is_ahead in (False, True))
     return {
         "step": step.name,
         "chunks": -(-len(payloads[0] or b"") // limits.PATCH_CHUNK_BYTES),
         "blocks_ready": ready,
-        "plain_s": round(plain, 3),
-        "ahead_s": round(ahead, 3),
-        "ratio": round(ahead / plain, 3),
+        "plain_s": round(plain[0], 3),
+        "ahead_s": round(ahead[0], 3),
+        "ratio": round(ahead[0] / plain[0], 3),
+        "plain_worker_cpu_s": round(plain[1], 3),
+        "ahead_worker_cpu_s": round(ahead[1], 3),
+        "ratio_worker_cpu": round(ahead[1] / plain[1], 3),
     }
 
 
 async def _take(
-    keeper: Keeper, store: EdgeStore, edge: SignedEdge, *, order: Random, is_ahead: bool
-) -> tuple[float, int]:
-    """Bring the chunks of an edge and take it: seconds from the last chunk on, and blocks that were ready by then."""
+    keeper: Keeper, store: EdgeStore, edge: SignedEdge, *, order: Random, is_ahead: bool, worker: int
+) -> tuple[float, float, int]:
+    """Bring the chunks of an edge and take it: seconds from the last chunk on, the worker's, and blocks ready."""
     store.add_manifest(edge.name, edge.envelope)
     *early, last = order.sample(range(edge.manifest.chunk_count), edge.manifest.chunk_count)
     ready = 0
@@ -93,7 +102,13 @@ async def _take(
         is_more = is_ahead
         while is_more and (answer := await keeper.prepare(edge.link)) is not None:
             ready, is_more = answer.ready, answer.is_more
-    started = time.perf_counter()
+    spent, started = _cpu_s(worker), time.perf_counter()
     store.write_chunk(edge.name, last, edge.chunk(last))
     await keeper.advance([edge.link])
-    return time.perf_counter() - started, ready
+    return time.perf_counter() - started, _cpu_s(worker) - spent, ready
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process has taken, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
