@@ -129,22 +129,22 @@ def _selfcheck(arguments: argparse.Namespace, config: NodeConfig) -> int:
 
     from rollmesh_node.engine_setting import choose_engine
     from rollmesh_node.places import folder_of
-    from rollmesh_node.selfcheck import Order, Report, selfcheck
-    from rollmesh_node.selfcheck_words import STATUS, as_json, as_text
+    from rollmesh_node.selfcheck import Order, selfcheck
+    from rollmesh_node.selfcheck_report import STATUS, Report, as_json, as_text
 
     ram_folder = config.weights.ram_folder
-    order = Order(
-        folder=folder_of(config, arguments.folder),
-        engine=choose_engine(config.engine, environ=os.environ),
-        ram_folder=Path(ram_folder) if ram_folder else None,
-        fresh_tokens=max(0, arguments.tokens),
-        recheck_device=arguments.recompute_on,
-    )
     try:
+        order = Order(
+            folder=folder_of(config, arguments.folder),
+            engine=choose_engine(config.engine, environ=os.environ),
+            ram_folder=Path(ram_folder) if ram_folder else None,
+            fresh_tokens=max(0, arguments.tokens),
+            recheck_device=arguments.recompute_on,
+        )
         report = trio.run(selfcheck, order)
     except RollmeshError as error:
         report = Report(notes=[error.detail])
-    print(as_json(report) if arguments.json else as_text(report, order.thresholds))
+    print(as_json(report) if arguments.json else as_text(report))
     return STATUS[report.verdict]
 
 

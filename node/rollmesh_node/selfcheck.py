@@ -10,38 +10,25 @@ computes at a time. What cannot be checked is said, with its reason, and never t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import trio
 
-from rollmesh_node.findings import (
-    GUESSES,
-    Checked,
-    Figures,
-    Finding,
-    Guess,
-    explain,
-    explain_both,
-    explain_form,
-    explain_lateness,
-    figures_of,
-    is_odd,
-)
+from rollmesh_node.findings import Figures, Finding, explain, explain_both, explain_form, explain_lateness, figures_of
 from rollmesh_node.fresh_work import fresh_leases, generate
 from rollmesh_node.generator import LOAD_S, EngineSetting
 from rollmesh_node.introduction import CARD, RUNS, run_place
 from rollmesh_node.journal import JOURNAL, Entry, Notes, read_journal
 from rollmesh_node.memory import engine_bytes, free_bytes
-from rollmesh_peer.children.launch import python_argv
-from rollmesh_peer.children.process import Child, open_child
+from rollmesh_node.rechecking import Recomputed, recheck, recheck_spec
+from rollmesh_node.selfcheck_report import Report
+from rollmesh_peer.children.process import open_child
 from rollmesh_peer.weights.copies import Copies, Way, find_way, open_copies, working_files
 from rollmesh_protocol import limits
-from rollmesh_protocol.errors import ChildFailed, HostError, Refused, RollmeshError
+from rollmesh_protocol.errors import HostError, Refused, RollmeshError
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import RunCard, Standing
 from rollmesh_protocol.rollout import Result, Rollout, check_result
@@ -50,12 +37,8 @@ from rollmesh_protocol.verdicts.margins import Thresholds
 
 FRESH_TOKENS: Final = 1000
 """Tokens that are generated for a check, at least: the learner's own verdict over a window takes 200."""
-GUESS_ROLLOUTS: Final = 16
 MOST_ROOTS: Final = 3
 """Versions under which the last results are recomputed: each is loaded for it."""
-RECHECK_S: Final = 900.0
-AT_ONCE: Final = 64
-"""Rollouts in one call to the child."""
 COPIES: Final = "selfcheck"
 """The folder of private copies in the run's folder."""
 
@@ -74,34 +57,9 @@ class Order:
     recheck_device: str = ""
 
 
-@dataclass(kw_only=True)
-class Report:
-    """What a selfcheck found. Figures are None of what could not be recomputed; ``notes`` say why."""
-
-    run: str = ""
-    results: int = 0
-    rollouts: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)
-    """What the learner, or this node itself, said of the last results, by code."""
-    standing: Standing | None = None
-    versions: tuple[int, ...] = ()
-    device: str = ""
-    kept: Figures | None = None
-    fresh: Figures | None = None
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> str:
-        """``fine``, ``wrong`` or ``unchecked``."""
-        if self.findings:
-            return "wrong"
-        return "fine" if self.kept or self.fresh else "unchecked"
-
-
 async def selfcheck(order: Order) -> Report:
     """Check what there is to check; what cannot be is among the report's notes."""
-    report = Report()
+    report = Report(thresholds=order.thresholds)
     try:
         notes = await trio.to_thread.run_sync(read_journal, order.folder / JOURNAL)
         if notes is None:
@@ -122,19 +80,6 @@ async def selfcheck(order: Order) -> Report:
     return report
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Recomputed:
-    """Rollouts of one kind, and which samplers would explain them: exact tokens by guess, of ``asked`` tokens."""
-
-    checked: list[Checked] = field(default_factory=list)
-    exact: Counter[Guess] = field(default_factory=Counter)
-    asked: Counter[Guess] = field(default_factory=Counter)
-
-    @property
-    def guesses(self) -> Mapping[Guess, float]:
-        return {guess: self.exact[guess] / tokens for guess, tokens in self.asked.items()}
-
-
 class _Check:
     """One selfcheck of one run."""
 
@@ -144,8 +89,8 @@ class _Check:
         self._place = place
         self._report = report
         self._stop = frozenset(card.stop_tokens)
-        self._kept = _Recomputed()
-        self._fresh = _Recomputed()
+        self._kept = Recomputed()
+        self._fresh = Recomputed()
 
     # --- what needs no weights ---------------------------------------------------------------------------------------
     def note_entries(self, entries: Sequence[Entry], *, standing: Standing | None) -> list[Rollout]:
@@ -188,12 +133,13 @@ class _Check:
             fresh = await self._generate(image, prompts, way=way)
             roots = ([newest] if fresh or newest in by_root else []) + [root for root in by_root if root != newest]
             await self._recheck(copies, roots, by_root=by_root, fresh=fresh, newest=newest)
-        self._report.versions = tuple(way.roots[root].version for root in roots)
+        self._report.versions = tuple(way.roots[root] for root in roots)
 
     def _check_memory(self) -> None:
         setting, layout = self._order.engine, self._card.layout
         is_wide = setting.declared.dtype == "float32"
-        needed = engine_bytes(layout, on_cpu=setting.declared.device == "cpu") + (layout.image_bytes if is_wide else 0)
+        on_cpu = "cpu" in (setting.declared.device, self._order.recheck_device)
+        needed = engine_bytes(layout, on_cpu=on_cpu) + (layout.image_bytes if is_wide else 0)
         free = free_bytes()
         if free is not None and free < needed:
             raise HostError(
@@ -205,8 +151,8 @@ class _Check:
         """Fresh rollouts of the node's own engine, with the weights in ``image``, that pass layer L3."""
         if not self._order.fresh_tokens:
             return []
-        held = list(way.roots.values())[-1]
-        leases = fresh_leases(entries, card=self._card, root=held.root, version=max(1, held.version))
+        root, version = list(way.roots.items())[-1]
+        leases = fresh_leases(entries, card=self._card, root=root, version=max(1, version))
         good: list[Rollout] = []
         wrong: dict[str, str] = {}
         report = self._report
@@ -241,39 +187,19 @@ class _Check:
         """Recompute under each root in one child. ``copies`` holds ``newest`` when this is called."""
         if not roots:
             return
-        setting = self._order.engine
-        spec = replace(setting.spec, name="recheck", argv=python_argv("rollmesh_node.engine.recheck"))
-        device = self._order.recheck_device or setting.load.get("device")
-        async with open_child(spec) as child:
-            opening = self._model() | {"threads": setting.load.get("threads"), "device": device}
+        order, load = self._order, self._order.engine.load
+        opening = self._model() | {
+            "threads": load.get("threads"),
+            "device": order.recheck_device or load.get("device"),
+        }
+        async with open_child(recheck_spec(order.engine.spec)) as child:
             self._report.device = str((await child.call("open", opening, deadline_s=LOAD_S)).get("device"))
             for root in roots:
                 image = await copies.make(root) if root != newest else copies.file
                 await child.call("load", {"image": str(image)}, deadline_s=LOAD_S)
-                await self._take(child, by_root.get(root, ()), self._kept)
+                await recheck(child, by_root.get(root, ()), into=self._kept, thresholds=order.thresholds)
                 if root == newest:
-                    await self._take(child, fresh, self._fresh)
-
-    async def _take(self, child: Child, rollouts: Sequence[Rollout], found: _Recomputed) -> None:
-        """Recompute rollouts of the root that is loaded, twice; and where they are odd, what would explain them."""
-        checked: list[Checked] = []
-        for start in range(0, len(rollouts), AT_ONCE):
-            some = rollouts[start : start + AT_ONCE]
-            first, again = await _recomputed(child, some), await _recomputed(child, some)
-            checked += [
-                Checked(
-                    claimed=rollout.logprobs, exact=one[1], again=two[1], margins=one[0],
-                    ends_with_stop=rollout.finish == "stop",
-                )
-                for rollout, one, two in zip(some, first, again, strict=True)
-            ]  # fmt: skip
-        found.checked.extend(checked)
-        if not checked or not is_odd(checked, self._order.thresholds):
-            return
-        for guess in GUESSES:
-            margins = [one[0] for one in await _recomputed(child, rollouts[:GUESS_ROLLOUTS], guess=guess)]
-            found.exact[guess] += sum(int((one == 0).sum()) for one in margins)
-            found.asked[guess] += sum(one.size for one in margins)
+                    await recheck(child, fresh, into=self._fresh, thresholds=order.thresholds)
 
     def _model(self) -> dict[str, object]:
         return {"config_json": self._card.model.config.decode(), "layout": self._card.layout.encode()}
@@ -303,39 +229,20 @@ def _find_run(folder: Path, notes: Notes | None) -> tuple[Path, RunCard]:
     else:
         cards = [path for path in (folder / RUNS).glob(f"*/{CARD}") if path.is_file()]
         places = [path.parent for path in sorted(cards, key=lambda path: path.parent.stat().st_mtime)]
-    for place in reversed(places):
-        try:
-            return place, RunCard.decode((place / CARD).read_bytes(), limit=limits.CARD_BYTES)
-        except (OSError, Refused) as error:
-            raise HostError(f"the run card {place / CARD} cannot be read: {error}") from error
-    raise HostError(f"the node in {folder} has not taken part in any run yet: let it join one first")
+    if not places:
+        raise HostError(f"the node in {folder} has not taken part in any run yet: let it join one first")
+    try:
+        return places[-1], RunCard.decode((places[-1] / CARD).read_bytes(), limit=limits.CARD_BYTES)
+    except (OSError, Refused) as error:
+        raise HostError(f"the run card {places[-1] / CARD} cannot be read: {error}") from error
 
 
 def _by_root(rollouts: Sequence[Rollout], way: Way) -> dict[bytes, list[Rollout]]:
-    """The rollouts that can be recomputed, by root: of the versions at hand, those with the most to look at."""
-    found: dict[bytes, list[Rollout]] = {}
+    """The rollouts that can be recomputed, by root: of the versions at hand the ones with the most, and the newest."""
+    at_hand = way.roots
+    found: dict[bytes, list[Rollout]] = {root: [] for root in reversed(at_hand)}
     for rollout in rollouts:
-        if rollout.lease.root in way.roots:
-            found.setdefault(rollout.lease.root, []).append(rollout)
+        if rollout.lease.root in found:
+            found[rollout.lease.root].append(rollout)
     chosen = sorted(found, key=lambda root: len(found[root]), reverse=True)[:MOST_ROOTS]
-    return {root: found[root] for root in chosen}
-
-
-async def _recomputed(
-    child: Child, rollouts: Sequence[Rollout], *, guess: Guess | None = None
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Margins and log-probabilities, float32 [tokens], of each rollout; under a guess if one is given."""
-    body: dict[str, object] = {
-        "rollouts": [
-            {"prompt": one.lease.prompt, "tokens": one.tokens.astype("<u4").tobytes(), "seed": one.seed}
-            for one in rollouts
-        ]
-    }
-    if guess is not None:
-        body |= {"temperature": guess.temperature, "top_k": guess.top_k, "top_p": guess.top_p}
-    answer = await child.call("recheck", body, deadline_s=RECHECK_S)
-    outcomes = answer.get("rollouts")
-    if not isinstance(outcomes, list | tuple) or len(outcomes) != len(rollouts):
-        raise ChildFailed("the check answered for another number of rollouts")
-    found = [tuple(np.frombuffer(outcome[name], "<f4") for name in ("margins", "logprobs")) for outcome in outcomes]
-    return [(margins, logprobs) for margins, logprobs in found]
+    return {root: found[root] for root in chosen if found[root]}

@@ -19,7 +19,7 @@ from rollmesh_node.fresh_work import fresh_leases, generate
 from rollmesh_node.introduction import CARD, run_place
 from rollmesh_node.journal import JOURNAL, Journal, read_journal, write_journal
 from rollmesh_node.selfcheck import Order, selfcheck
-from rollmesh_node.selfcheck_words import as_json, as_text
+from rollmesh_node.selfcheck_report import as_json, as_text
 from rollmesh_peer.children.launch import python_argv
 from rollmesh_peer.models.base import write_base_image
 from rollmesh_peer.testing.fake_learner import make_anchor
@@ -30,7 +30,6 @@ from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError
 from rollmesh_protocol.messages import Standing
-from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.unit.node.cards import LEARNER, RUN, make_card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -127,7 +126,7 @@ async def test_an_honest_node_is_told_so_and_nothing_is_changed(home: Home) -> N
         assert figures.exact_share > 0.9 and figures.low_share == 0 and figures.repeat_gap == 0
     assert report.versions == (1,) and report.device == "cpu" and report.notes == []
     assert contents(home.folder) == before
-    text = as_text(report, Thresholds())
+    text = as_text(report)
     assert "fine: what this node makes passes" in text and len(text.splitlines()) < 40
     told = json.loads(as_json(report))
     assert told["verdict"] == "fine" and told["kept"]["tokens"] == report.kept.tokens
@@ -150,7 +149,7 @@ async def test_a_broken_engine_is_named_by_its_fresh_work(home: Home, how: str, 
     report = await selfcheck(home.order(broken(how)))
     assert [finding.kind for finding in report.findings] == [kind], report
     assert words in report.findings[0].detail and report.verdict == "wrong"
-    text = as_text(report, Thresholds())
+    text = as_text(report)
     assert "something is wrong" in text and "  likely" in text and "  do" in text
 
 
@@ -201,7 +200,7 @@ async def test_without_weights_the_forms_are_checked_and_the_reason_is_told(home
     shutil.rmtree(home.place / "weights")
     report = await selfcheck(home.order())
     assert report.verdict == "unchecked" and any("holds no weights" in note for note in report.notes)
-    assert report.results == 1 and "nothing could be recomputed" in as_text(report, Thresholds())
+    assert report.results == 1 and "nothing could be recomputed" in as_text(report)
 
 
 async def test_results_of_other_weights_are_not_held_against_these(home: Home) -> None:
@@ -246,5 +245,5 @@ async def test_the_word_of_the_learner_is_shown(home: Home) -> None:
     write_journal(path, journal.notes)
     report = await selfcheck(home.order(fresh_tokens=1))
     assert report.verdict == "fine" and report.refusals == {"result.sampling": 1}
-    text = as_text(report, Thresholds())
+    text = as_text(report)
     assert "standing quarantined: result.sampling" in text and "1 x result.sampling: the tokens are not" in text

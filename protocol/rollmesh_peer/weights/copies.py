@@ -45,12 +45,16 @@ class Way:
     file: Path
     start: Named
     patches: tuple[tuple[Manifest, Path], ...]
+    held: bytes | None
+    """The root that the keeper holds, called ``version``: an old root may have got a new name."""
+    version: int
 
     @property
-    def roots(self) -> dict[bytes, Named]:
-        """What can be had, by root, oldest first; the last is what the keeper holds."""
-        found = [self.start, *(named(manifest) for manifest, _ in self.patches)]
-        return {one.root: one for one in found}
+    def roots(self) -> dict[bytes, int]:
+        """The versions that can be had, by root; oldest first, and the last is what the keeper holds."""
+        found = {self.start.root: self.start.version}
+        found |= {manifest.root: manifest.version for manifest, _ in self.patches}
+        return found | {self.held: self.version} if self.held in found else found
 
 
 def find_way(weights: Path, edges: Path, *, card: RunCard) -> Way | None:
@@ -69,7 +73,7 @@ def find_way(weights: Path, edges: Path, *, card: RunCard) -> Way | None:
         start = named(anchor)
     else:
         return None
-    way = Way(file, start, tuple(chain))
+    way = Way(file, start, tuple(chain), state.root, state.version)
     return way if file.is_file() else None
 
 
@@ -137,7 +141,8 @@ class Copies:
         """True when the file has these very weights after copying: it may change meanwhile, or be gone."""
         with contextlib.suppress(OSError, HostError):
             if working.stat().st_size == self._layout.image_bytes:
-                durable.copy_bytes(working, self.file)
+                # Never shared: a full disk would then end the daemon's own writes into it.
+                durable.copy_bytes(working, self.file, may_share=False)
                 return image_root(self.file, layout=self._layout) == root
         return False
 

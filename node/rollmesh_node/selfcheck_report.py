@@ -1,4 +1,4 @@
-"""A selfcheck's report as one screen of words, or as one JSON object. Pure.
+"""A selfcheck's report, as one screen of words or as one JSON object. Pure.
 
 The sentence of the verdict comes last but for the advice, where a person looks first; what could not be checked is
 never left out.
@@ -8,20 +8,47 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from rollmesh_node.advice import ADVICE
-from rollmesh_node.findings import Figures
-from rollmesh_node.selfcheck import Report
+from rollmesh_node.findings import Figures, Finding
 from rollmesh_peer.status.words import clean, count
 from rollmesh_protocol.errors import CODES
+from rollmesh_protocol.messages import Standing
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 STATUS: Final = {"fine": 0, "wrong": 1, "unchecked": 2}
 """Exit status by verdict."""
 WIDTH: Final = 100
 _INDENT: Final = " " * 12
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a selfcheck found. Figures are None of what could not be recomputed; ``notes`` say why."""
+
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    run: str = ""
+    results: int = 0
+    rollouts: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    """What the learner, or this node itself, said of the last results, by code."""
+    standing: Standing | None = None
+    versions: tuple[int, ...] = ()
+    device: str = ""
+    kept: Figures | None = None
+    fresh: Figures | None = None
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """``fine``, ``wrong`` or ``unchecked``."""
+        if self.findings:
+            return "wrong"
+        return "fine" if self.kept or self.fresh else "unchecked"
 
 
 def as_json(report: Report) -> str:
@@ -35,14 +62,14 @@ def as_json(report: Report) -> str:
     return json.dumps(told, ensure_ascii=False)
 
 
-def as_text(report: Report, thresholds: Thresholds) -> str:
+def as_text(report: Report) -> str:
     """The screen."""
     lines = [
         f"selfcheck: run {clean(report.run)}, {count(report.results)} results of {count(report.rollouts)} rollouts"
     ]
     for name, figures in (("last work", report.kept), ("fresh work", report.fresh)):
         if figures is not None:
-            lines += ["", *_figures(name, figures, thresholds)]
+            lines += ["", *_figures(name, figures, report.thresholds)]
     if report.versions:
         versions = ", ".join(str(version) for version in sorted(report.versions))
         lines += _line("weights", f"version {versions}, recomputed on {report.device}")
