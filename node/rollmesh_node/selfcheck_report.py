@@ -22,7 +22,7 @@ from rollmesh_protocol.verdicts.margins import Thresholds
 STATUS: Final = {"fine": 0, "wrong": 1, "unchecked": 2}
 """Exit status by verdict."""
 WIDTH: Final = 100
-_INDENT: Final = " " * 12
+_INDENT: Final = " " * 13
 
 
 @dataclass(kw_only=True)
@@ -64,6 +64,8 @@ def as_json(report: Report) -> str:
 
 def as_text(report: Report) -> str:
     """The screen."""
+    if not report.run:
+        return "\n".join(["selfcheck: there is nothing to check", *_notes(report)])
     lines = [
         f"selfcheck: run {clean(report.run)}, {count(report.results)} results of {count(report.rollouts)} rollouts"
     ]
@@ -74,14 +76,16 @@ def as_text(report: Report) -> str:
         versions = ", ".join(str(version) for version in sorted(report.versions))
         lines += _line("weights", f"version {versions}, recomputed on {report.device}")
     lines += ["", *_learner(report)]
-    for note in report.notes:
-        lines += _line("note", clean(note, limit=400))
-    lines += ["", *_verdict(report)]
+    lines += [*_notes(report), "", *_verdict(report)]
     for finding in report.findings:
         advice = ADVICE[finding.kind]
         lines += ["", *_line("wrong", f"{advice.what} ({clean(finding.detail, limit=400)})")]
         lines += [*_line("likely", advice.likely), *_line("do", advice.do)]
     return "\n".join(lines)
+
+
+def _notes(report: Report) -> list[str]:
+    return [line for note in report.notes for line in _line("note", clean(note, limit=400))]
 
 
 def _figures(name: str, figures: Figures, thresholds: Thresholds) -> list[str]:
@@ -131,4 +135,4 @@ def _verdict(report: Report) -> list[str]:
 
 
 def _line(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<10}", subsequent_indent=_INDENT)
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<11}", subsequent_indent=_INDENT)
