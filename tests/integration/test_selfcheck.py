@@ -55,16 +55,15 @@ class Home:
     def place(self) -> Path:
         return run_place(self.folder, learner=self.card.learner, run=self.card.run)
 
-    async def work(self, setting=SETTING, *, least_tokens: int = TOKENS) -> None:
+    async def work(self, setting=SETTING) -> None:
         """Leave results of this engine in the journal."""
+        (self.folder / JOURNAL).unlink(missing_ok=True)
         image = next((self.place / "weights" / "snapshots").iterdir())
         leases = fresh_leases((), card=self.card, root=self.root, version=1)
         model = {
             "config_json": self.card.model.config.decode(), "layout": self.card.layout.encode(), "image": str(image)
         }  # fmt: skip
-        work = await generate(
-            setting, leases, model=model, stop=frozenset(self.card.stop_tokens), least_tokens=least_tokens
-        )
+        work = await generate(setting, leases, model=model, stop=frozenset(self.card.stop_tokens), least_tokens=TOKENS)
         journal = Journal(self.folder / JOURNAL, run=self.card.run, learner=self.card.learner)
         for lease, result in work.results:
             journal.made(lease, result)
@@ -97,9 +96,16 @@ async def make_home(folder: Path) -> Home:
     return home
 
 
+async def make_busy_home(folder: Path) -> Home:
+    home = await make_home(folder)
+    await home.work()
+    return home
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return trio.run(make_home, tmp_path_factory.mktemp("selfcheck") / "node")
+    """A node that has worked honestly."""
+    return trio.run(make_busy_home, tmp_path_factory.mktemp("selfcheck") / "node")
 
 
 @pytest.fixture
@@ -117,7 +123,6 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 async def test_an_honest_node_is_told_so_and_nothing_is_changed(home: Home) -> None:
-    await home.work()
     before = contents(home.folder)
     report = await selfcheck(home.order())
     assert report.verdict == "fine", report
@@ -146,6 +151,7 @@ async def test_an_honest_node_is_told_so_and_nothing_is_changed(home: Home) -> N
     ],
 )
 async def test_a_broken_engine_is_named_by_its_fresh_work(home: Home, how: str, kind: str, words: str) -> None:
+    (home.folder / JOURNAL).unlink()
     report = await selfcheck(home.order(broken(how)))
     assert [finding.kind for finding in report.findings] == [kind], report
     assert words in report.findings[0].detail and report.verdict == "wrong"
@@ -161,7 +167,6 @@ async def test_old_work_of_an_engine_that_was_mended_is_told_apart(home: Home) -
 
 
 async def test_results_that_were_altered_afterwards_are_not_right(home: Home) -> None:
-    await home.work()
     notes = read_journal(home.folder / JOURNAL)
     assert notes is not None
     entries = []
@@ -179,13 +184,13 @@ async def test_results_that_were_altered_afterwards_are_not_right(home: Home) ->
 
 
 async def test_without_a_journal_the_engine_is_checked_with_made_up_prompts(home: Home) -> None:
+    (home.folder / JOURNAL).unlink()
     report = await selfcheck(home.order())
     assert report.verdict == "fine" and report.kept is None and report.fresh is not None
     assert report.notes == ["this node has kept no results yet"]
 
 
 async def test_a_damaged_journal_accuses_nobody(home: Home) -> None:
-    await home.work()
     path = home.folder / JOURNAL
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -196,15 +201,13 @@ async def test_a_damaged_journal_accuses_nobody(home: Home) -> None:
 
 
 async def test_without_weights_the_forms_are_checked_and_the_reason_is_told(home: Home) -> None:
-    await home.work(least_tokens=1)
     shutil.rmtree(home.place / "weights")
     report = await selfcheck(home.order())
     assert report.verdict == "unchecked" and any("holds no weights" in note for note in report.notes)
-    assert report.results == 1 and "nothing could be recomputed" in as_text(report)
+    assert report.results > 1 and "nothing could be recomputed" in as_text(report)
 
 
 async def test_results_of_other_weights_are_not_held_against_these(home: Home) -> None:
-    await home.work(least_tokens=1)
     path = home.folder / JOURNAL
     notes = read_journal(path)
     assert notes is not None
@@ -236,14 +239,13 @@ async def test_a_node_that_never_joined_is_told_so(tmp_path: Path) -> None:
 
 
 async def test_the_word_of_the_learner_is_shown(home: Home) -> None:
-    await home.work(least_tokens=1)
     path = home.folder / JOURNAL
     journal = Journal(path, run=RUN, learner=LEARNER.peer)
     lease_id = journal.notes.entries[0].lease.lease_id
     journal.answered(lease_id, code="result.sampling", detail="a token lies 4.0 below the sample that its seed gives")
     journal.regarded(Standing(state="quarantined", accepted=3, rejected=8, audited=1, reason="result.sampling"))
     write_journal(path, journal.notes)
-    report = await selfcheck(home.order(fresh_tokens=1))
+    report = await selfcheck(home.order(fresh_tokens=0))
     assert report.verdict == "fine" and report.refusals == {"result.sampling": 1}
     text = as_text(report)
     assert "standing quarantined: result.sampling" in text and "1 x result.sampling: the tokens are not" in text
