@@ -1,7 +1,7 @@
 """Takes part in a run: generates rollouts for a learner.
 
-The command line of a node: ``rollmesh node run | id | key``. It parses, resolves and starts; the daemon does the rest
-and is imported only when it runs.
+The command line of a node: ``rollmesh node run | selfcheck | id | key``. It parses, resolves and starts; the daemon
+does the rest and is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rollmesh_protocol.errors import UsageError
+from rollmesh_protocol.errors import RollmeshError, UsageError
 
 if TYPE_CHECKING:
     from rollmesh_node.config import NodeConfig
@@ -29,17 +29,25 @@ run see this machine's network address, as in any swarm; --set network.learner_o
 Ctrl-C stops politely: work that is nearly done is finished and sent, the rest goes back. A second one stops at once.
 """
 
+SELFCHECK_TEXT = """\
+Recomputes this node's last results, and fresh ones of its engine, as the learner does, and says in words what is wrong
+and what to do. It may be run while the node works, and changes nothing.
+
+Exit status: 0 all is fine, 1 something is wrong, 2 nothing could be checked.
+"""
+
 
 def add_parser(subparsers: SubParsers) -> object:
     """Add ``node`` and its own sub-commands."""
     parser = subparsers.add_parser("node", help="take part in a run", description="Take part in a run with this PC.")
-    commands = parser.add_subparsers(dest="node_command", required=True, metavar="run | id | key")
+    commands = parser.add_subparsers(dest="node_command", required=True, metavar="run | selfcheck | id | key")
     run_parser = commands.add_parser(
         "run", help="join a run and work", description=RUN_TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     run_parser.add_argument("--join", metavar="LINE", help=f"the join line of the run (or {JOIN_ENV})")
     _add_place(run_parser)
     run_parser.add_argument("--check-config", action="store_true", help="print the resolved configuration and end")
+    _add_selfcheck(commands)
     identity = commands.add_parser("id", help="print this node's peer id", description="Print this node's peer id.")
     _add_place(identity)
     key = commands.add_parser("key", help="move this node's key to another machine")
@@ -49,6 +57,22 @@ def add_parser(subparsers: SubParsers) -> object:
     importing = actions.add_parser("import", help="read an exported key from standard input")
     _add_place(importing)
     return parser
+
+
+def _add_selfcheck(commands: SubParsers) -> None:
+    parser = commands.add_parser(
+        "selfcheck",
+        help="run the learner's checks on this node's own work",
+        description=SELFCHECK_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tokens", type=int, default=1000, help="generate so many tokens afresh; 0 for none (1000)")
+    parser.add_argument(
+        "--recompute-on", choices=["auto", "cpu", "cuda"], default="", metavar="DEVICE",
+        help="recompute on another device than the engine's: cpu tells a faulty GPU",
+    )  # fmt: skip
+    _add_place(parser)
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     match arguments.node_command:
         case "run":
             return _run(arguments, config)
+        case "selfcheck":
+            return _selfcheck(arguments, config)
         case "id":
             return _id(arguments, config)
         case _:
@@ -96,6 +122,30 @@ def _run(arguments: argparse.Namespace, config: NodeConfig) -> int:
     folder = folder_of(config, arguments.folder)
     trio.run(lambda: run_node(config, join=join, folder=folder, environ=os.environ))
     return 0
+
+
+def _selfcheck(arguments: argparse.Namespace, config: NodeConfig) -> int:
+    import trio
+
+    from rollmesh_node.engine_setting import choose_engine
+    from rollmesh_node.places import folder_of
+    from rollmesh_node.selfcheck import Order, selfcheck
+    from rollmesh_node.selfcheck_report import STATUS, Report, as_json, as_text
+
+    ram_folder = config.weights.ram_folder
+    try:
+        order = Order(
+            folder=folder_of(config, arguments.folder),
+            engine=choose_engine(config.engine, environ=os.environ),
+            ram_folder=Path(ram_folder) if ram_folder else None,
+            fresh_tokens=max(0, arguments.tokens),
+            recheck_device=arguments.recompute_on,
+        )
+        report = trio.run(selfcheck, order)
+    except RollmeshError as error:
+        report = Report(notes=[error.detail])
+    print(as_json(report) if arguments.json else as_text(report))
+    return STATUS[report.verdict]
 
 
 def _id(arguments: argparse.Namespace, config: NodeConfig) -> int:

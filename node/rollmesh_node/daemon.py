@@ -27,6 +27,7 @@ from rollmesh_node.engine_setting import choose_engine
 from rollmesh_node.generator import EngineSetting, Generator
 from rollmesh_node.introduction import Introduction, own_limits
 from rollmesh_node.joining import Membership
+from rollmesh_node.journal import JOURNAL, Journal
 from rollmesh_node.narration import narrate
 from rollmesh_node.places import KEY
 from rollmesh_node.report import NodeReport
@@ -232,6 +233,7 @@ class _Node:
     async def _generate(self, weights: NodeWeights, member: _Member, engine: EngineSetting) -> None:
         report, card = self._report, member.membership.card
         spool = await trio.to_thread.run_sync(Spool, member.folder / "results")
+        journal = Journal(self._folder / JOURNAL, run=card.run, learner=card.learner)
         worker = Worker(
             self._capacity(card),
             node=self._identity.peer,
@@ -242,7 +244,11 @@ class _Node:
             on_ended=self._ended,
         )
         submitter = Submitter(
-            uplink=member.uplink, membership=member.membership, spool=spool, on_receipt=worker.receipt_came
+            uplink=member.uplink,
+            membership=member.membership,
+            spool=spool,
+            on_receipt=worker.receipt_came,
+            journal=journal,
         )
         generator = Generator(
             engine,
@@ -250,6 +256,7 @@ class _Node:
             identity=self._identity,
             keeper=weights.keeper,
             spool=spool,
+            journal=journal,
             feed=worker.feed,
             on_result=lambda _lease_id: submitter.notify(),
         )
@@ -257,6 +264,7 @@ class _Node:
         report.doing = ""
         async with trio.open_nursery() as sending:
             sending.start_soon(submitter.run)
+            sending.start_soon(journal.run, lambda: worker.standing or submitter.tally.standing)
             async with trio.open_nursery() as generating:
                 generating.start_soon(generator.run)
                 await worker.run(generator)

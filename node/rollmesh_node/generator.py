@@ -18,6 +18,7 @@ import trio
 from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
 from rollmesh_node.engine.pipe import group_body, read_rollout
 from rollmesh_node.events import BatchEnded, EngineDown, EngineUp, Event, LeaseDone, LeaseMade, LeaseSpoiled, Loaded
+from rollmesh_node.journal import Journal
 from rollmesh_node.spool import Spool
 from rollmesh_peer.children.launch import ChildSpec
 from rollmesh_peer.children.process import Child
@@ -97,6 +98,7 @@ class Generator:
         identity: Identity,
         keeper: Keeper,
         spool: Spool,
+        journal: Journal,
         feed: Callable[[Event], None],
         on_result: Callable[[bytes], None],
     ) -> None:
@@ -106,6 +108,7 @@ class Generator:
         self._identity = identity
         self._keeper = keeper
         self._spool = spool
+        self._journal = journal
         self._feed = feed
         self._on_result = on_result
         self._supervisor = Supervisor(setting.spec, self._prepare)
@@ -238,10 +241,11 @@ class Generator:
         lease = held.lease
         result = Result(
             lease_id=lease.lease_id,
-            samples=tuple(_sample_result(held.rollouts[sample.index], lease) for sample in lease.samples),
+            samples=tuple(sample_result(held.rollouts[sample.index], lease) for sample in lease.samples),
             engine=self.fingerprint,
             generate_s=min(took_s, limits.MAX_LEASE_S),
         )
+        self._journal.made(lease, result)
         try:
             check_result(result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop)
             body = result.encode()
@@ -252,13 +256,15 @@ class Generator:
             fault_point("node.result_durable")
         except (Refused, HostError) as error:
             event(_log, "a result is not fit to be sent", level=logging.ERROR, code=error.code, why=error.detail)
+            self._journal.answered(lease.lease_id, code=error.code, detail=error.detail, by="node")
             self._feed(LeaseSpoiled(lease_id=lease.lease_id))
             return
         self._feed(LeaseDone(lease_id=lease.lease_id))
         self._on_result(lease.lease_id)
 
 
-def _sample_result(rollout: Rollout, lease: Lease) -> SampleResult:
+def sample_result(rollout: Rollout, lease: Lease) -> SampleResult:
+    """What is reported of one rollout of the engine."""
     return SampleResult(
         index=rollout.index,
         tokens=rollout.tokens.astype("<u4").tobytes(),

@@ -23,6 +23,9 @@ from rollmesh_protocol.messages import MAJOR, Hello, RunCard
 CARD: Final = "card"
 """The run card's file in the run's folder."""
 
+RUNS: Final = "runs"
+"""The folder of all runs, in the node's folder."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +86,11 @@ class Introduction:
         )  # fmt: skip
 
     def run_folder(self, card: RunCard) -> Path:
-        """A folder for each run; a run's id is a stranger's text and never becomes a path."""
-        name = hashlib.blake2b(f"{card.learner}/{card.run}".encode(), digest_size=12).hexdigest()
-        return private_folder(private_folder(self.folder / "runs") / name)
+        """The folder of this run, made if need be."""
+        private_folder(self.folder / RUNS)
+        return private_folder(run_place(self.folder, learner=card.learner, run=card.run))
+
+
+def run_place(folder: Path, *, learner: str, run: str) -> Path:
+    """Where a node keeps what belongs to a run; a run's id is a stranger's text and never becomes a path."""
+    return folder / RUNS / hashlib.blake2b(f"{learner}/{run}".encode(), digest_size=12).hexdigest()

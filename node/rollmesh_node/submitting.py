@@ -15,6 +15,7 @@ from typing import Final
 import trio
 
 from rollmesh_node.joining import Membership
+from rollmesh_node.journal import Journal
 from rollmesh_node.spool import Spool
 from rollmesh_node.uplink import Uplink
 from rollmesh_peer.faults import fault_point
@@ -57,6 +58,7 @@ class Submitter:
     membership: Membership
     spool: Spool
     on_receipt: Callable[[], None]
+    journal: Journal | None = None
     tally: Tally = field(default_factory=Tally)
     _news: trio.Event = field(default_factory=trio.Event)
     _empty: trio.Event = field(default_factory=trio.Event)
@@ -130,7 +132,9 @@ class Submitter:
             if refusal.code in AGAIN:
                 return False
             self._count_refusal(refusal.code, refusal.detail, rollouts=_num_rollouts(sealed))
+            self._note(lease_id, code=refusal.code, detail=refusal.detail)
         else:
+            self._note(lease_id, accepted=len(receipt.accepted), code=receipt.code, detail=receipt.detail)
             self._count(receipt, rollouts=_num_rollouts(sealed))
         fault_point("node.receipt_came")
         await trio.to_thread.run_sync(self.spool.drop, lease_id)
@@ -139,6 +143,10 @@ class Submitter:
             self._empty.set()
         self.on_receipt()
         return True
+
+    def _note(self, lease_id: bytes, *, accepted: int = 0, code: str | None, detail: str) -> None:
+        if self.journal is not None:
+            self.journal.answered(lease_id, accepted=accepted, code=code, detail=detail)
 
     def _count(self, receipt: Receipt, *, rollouts: int) -> None:
         self.tally = replace(self.tally, standing=receipt.standing)

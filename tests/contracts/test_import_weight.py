@@ -25,6 +25,8 @@ LIGHT = sorted(
         "rollmesh_peer.children",
         "rollmesh_node.config",
         "rollmesh_node.daemon",
+        "rollmesh_node.selfcheck",
+        "rollmesh_node.selfcheck_report",
         "rollmesh_learner.config",
         "rollmesh_learner.coordinator",
         *COMMANDS.values(),

@@ -43,7 +43,7 @@ READERS_S: Final = 960.0
 """How long new weights wait for an engine that loads the old ones: longer than any load may take, so rarely reached."""
 WRITERS_S: Final = 1800.0
 """How long an engine waits for weights that are being made: a restart of a large model reads a whole snapshot."""
-_IMAGE: Final = "working.image"
+IMAGE: Final = "working.image"
 
 
 @dataclass(frozen=True)
@@ -377,12 +377,12 @@ async def open_keeper(
     """
     lineage = await trio.to_thread.run_sync(lambda: Lineage(folder, layout=layout, store=store))
     with ExitStack() as stack:
-        opening = open_place(folder, ram_folder=ram_folder, needed_bytes=layout.image_bytes, kept=kept_names(_IMAGE))
+        opening = open_place(folder, ram_folder=ram_folder, needed_bytes=layout.image_bytes, kept=kept_names(IMAGE))
         place = await trio.to_thread.run_sync(stack.enter_context, opening)
         try:
             yield Keeper(
                 lineage,
-                image=place.folder / _IMAGE,
+                image=place.folder / IMAGE,
                 is_on_disk=not place.is_memory,
                 store=store,
                 workshop=workshop,

@@ -25,8 +25,8 @@ log = logging.getLogger("rollmesh.weights")
 Link = tuple[bytes, Manifest]
 """An edge of a chain: the manifest's name, and the manifest."""
 
-_STATE: Final = "weights.state"
-_SNAPSHOTS: Final = "snapshots"
+STATE: Final = "weights.state"
+SNAPSHOTS: Final = "snapshots"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Lineage:
         self._store = store
         self._pins: dict[bytes, ExitStack] = {}
         with durable.disk_errors(f"the folder {folder} cannot be used"):
-            (folder / _SNAPSHOTS).mkdir(parents=True, exist_ok=True, mode=0o700)
+            (folder / SNAPSHOTS).mkdir(parents=True, exist_ok=True, mode=0o700)
             durable.sweep(folder)
 
     def set(self, snapshot: Named | None, chain: Sequence[Link]) -> None:
@@ -81,7 +81,7 @@ class Lineage:
 
     def snapshot_file(self, named: Named) -> Path:
         """Where the snapshot of these weights lies, or would."""
-        return self._folder / _SNAPSHOTS / f"{named.root.hex()}.image"
+        return self._folder / SNAPSHOTS / f"{named.root.hex()}.image"
 
     def is_snapshot_due(self, policy: SnapshotPolicy, *, now: float) -> bool:
         """True when the chain is long enough for a new snapshot, and the budget allows it."""
@@ -106,15 +106,15 @@ class Lineage:
             step=held.step if held else 0,
             budget=self.budget,
         )
-        durable.write_file(self._folder / _STATE, state.encode())
+        durable.write_file(self._folder / STATE, state.encode())
         kept = self.snapshot_file(self.snapshot) if self.snapshot else None
-        for file in (self._folder / _SNAPSHOTS).iterdir():
+        for file in (self._folder / SNAPSHOTS).iterdir():
             if file != kept:
                 file.unlink(missing_ok=True)
 
     def read(self) -> KeptState | None:
         """What was last written, or None when there is nothing of use."""
-        path = self._folder / _STATE
+        path = self._folder / STATE
         try:
             state = KeptState.decode(path.read_bytes(), limit=STATE_BYTES)
         except FileNotFoundError:

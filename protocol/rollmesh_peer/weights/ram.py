@@ -73,6 +73,11 @@ def open_place(
         yield Place(folder, is_memory=False)
 
 
+def place_in_memory(data_folder: Path, *, ram_folder: Path) -> Path:
+    """Where the place of ``data_folder`` lies, if it is in memory. Nothing is made."""
+    return _home(ram_folder) / blake3(os.fsencode(data_folder.resolve())).hexdigest(16)
+
+
 def memory_left(ram_folder: Path) -> int:
     """Bytes that may still be put into ``ram_folder``: by the file system, the machine and the container."""
     left = [shutil.disk_usage(ram_folder).free]
@@ -85,15 +90,18 @@ def memory_left(ram_folder: Path) -> int:
     return max(0, min(left) - SPARE_BYTES)
 
 
+def _home(ram_folder: Path) -> Path:
+    return ram_folder / f"rollmesh-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+
+
 def _open_in_memory(
     stack: contextlib.ExitStack, data_folder: Path, *, ram_folder: Path, needed_bytes: int
 ) -> Place | str:
     """The place, or the reason why there is none in memory."""
     if not ram_folder.is_dir():
         return f"there is no folder {ram_folder}"
-    owner = os.getuid() if hasattr(os, "getuid") else "user"
     try:
-        home = private_folder(ram_folder / f"rollmesh-{owner}")
+        home = private_folder(_home(ram_folder))
     except HostError as error:  # somebody else made it: memory is a convenience, not worth a dispute
         return error.detail
     try:
@@ -102,7 +110,7 @@ def _open_in_memory(
             left = memory_left(ram_folder)
             if left < needed_bytes:
                 return f"{_gib(needed_bytes)} are needed in {ram_folder} and {_gib(left)} are free"
-            folder = private_folder(home / blake3(os.fsencode(data_folder.resolve())).hexdigest(16))
+            folder = private_folder(place_in_memory(data_folder, ram_folder=ram_folder))
             stack.enter_context(_owned(folder))
     except OSError as error:
         return f"{ram_folder} cannot be used: {error.strerror}"

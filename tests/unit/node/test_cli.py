@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tomllib
 
 import pytest
@@ -73,6 +74,15 @@ def test_mistakes_are_one_sentence_and_status_two(words, sentence, capsys) -> No
     assert node(*words) == 2
     told = capsys.readouterr().err
     assert sentence in told and told.startswith("rollmesh: ") and told.count("\n") == 1
+
+
+def test_a_selfcheck_before_the_first_run_says_why_it_cannot_be(capsys) -> None:
+    assert node("selfcheck") == 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "there is nothing to check" in told and "has not taken part in any run yet" in told
+    assert node("selfcheck", "--json", "--tokens", "0") == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "unchecked" and len(report["notes"]) == 1
 
 
 def test_the_join_line_may_come_from_the_environment(capsys, monkeypatch) -> None:
