@@ -23,6 +23,22 @@ ENDS_BY_ITSELF = frozenset({"print_endlessly"})
 """It fills a pipe that nobody reads, were it not for /dev/null."""
 
 
+READS = frozenset(
+    {"read_ledger", "read_ledger_beside_code", "read_key", "read_passwd", "read_file_of_another_user",
+     "list_run_folder", "list_homes", "read_proc", "read_proc_of_any_process", "open_descriptors_by_name"}
+)  # fmt: skip
+"""What only an empty root or Landlock refuses; another user hides what is not open to everybody."""
+
+
+def not_held_here(attack: str, active: set[str]) -> str:
+    """Why this machine cannot be expected to refuse an attack; empty where it must."""
+    if attack in READS and not active & {"empty root", "landlock"}:
+        return "a kernel without Landlock and namespaces: an answer that runs as code reads what this user can read"
+    if ATTACKS[attack].kind == "reach" and "seccomp" not in active:
+        return "a kernel or machine without seccomp: an answer that runs as code can try every system call"
+    return ""
+
+
 @pytest.fixture(scope="module", params=USERS)
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     with staged(str(request.param)) as built:
@@ -42,7 +58,7 @@ def outcome(stage: Stage) -> dict[str, list[object]]:
 
 @pytest.mark.timeout(180)
 def test_confinement_is_complete_on_this_kernel(outcome: dict[str, list[object]], stage: Stage) -> None:
-    active, missing, holes = outcome["confinement"]
+    active, missing, holes, gaps = outcome["confinement"]
     assert isinstance(active, list) and isinstance(missing, dict)
     print(f"\nas {stage.user}: {active}, missing {missing}")
     assert holes == []
@@ -51,12 +67,17 @@ def test_confinement_is_complete_on_this_kernel(outcome: dict[str, list[object]]
         assert "other user" in active
     if stage.user == "container":
         assert "namespaces" not in active
+        assert any("seccomp alone" in str(gap) for gap in gaps)  # type: ignore[attr-defined]
+    if not missing:
+        assert gaps == []
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attack_gets_nowhere(outcome: dict[str, list[object]], attack: str) -> None:
     tried = ATTACKS[attack]
+    if unheld := not_held_here(attack, set(outcome["confinement"][0])):  # type: ignore[call-overload]
+        pytest.skip(unheld)
     reward, error, after, after_error, took = outcome[attack]
     assert reward == 0.0, error
     assert (after, after_error) == (0.75, None)

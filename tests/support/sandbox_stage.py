@@ -64,7 +64,7 @@ async def main():
             hidden=[Path(p) for p in hidden],
             limits=limits,
         )
-        outcome["confinement"] = [held.active, dict(held.missing), held.holes]
+        outcome["confinement"] = [held.active, dict(held.missing), held.holes, held.gaps]
         for attack in attacks:
             start = time.monotonic()
             (first,) = await score(child, 0, item, [attack], limits=limits)

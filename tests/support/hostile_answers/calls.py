@@ -44,7 +44,7 @@ FILES = {
     "ftruncate": (77, 46, 3), "utimensat": (280, 88), "setxattr": (188, 5), "fallocate": (285, 47, 3),
     "sendfile": (40, 71, 3), "splice": (275, 76), "vmsplice": (278, 75), "copy_file_range": (326, 285),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "pipe2": (293, 59), "dup": (32, 23, 3),
-    "dup3": (292, 24, 3, 9), "flock": (73, 32, 3), "fcntl that owns": (72, 25, 3, 8, 1), 
+    "dup3": (292, 24, 3, 9), "flock": (73, 32, 3), "fcntl that owns": (72, 25, 3, 8, 1),
     "ioctl to a terminal": (16, 29, 0, 0x5412),
     "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "inotify_init1": (294, 26),
     "fanotify_init": (300, 262), "eventfd2": (290, 19), "signalfd4": (289, 74), "timerfd_create": (283, 85),
