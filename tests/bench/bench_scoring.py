@@ -60,7 +60,8 @@ async def measure() -> int:
                 rows.append(row)
                 print(
                     f"{row['environment']:<30} {at_once:>3} a call: {row['cpu_ms']:7.3f} ms of CPU an answer, "
-                    f"{row['wall_ms']:7.3f} ms on the clock; directly {row['direct_cpu_ms']:.4f} and {row['direct_wall_ms']:.4f}",
+                    f"{row['wall_ms']:7.3f} ms on the clock; directly "
+                    f"{row['direct_cpu_ms']:.4f} and {row['direct_wall_ms']:.4f}",
                     flush=True,
                 )
     misses = [f"{row['environment']}, {row['at_once']} a call: other rewards" for row in rows if not row["agree"]]

@@ -264,24 +264,13 @@ def list_homes(key):
 def read_proc_of_any_process(key):
     pids = ["self", "thread-self", "1", "2", str(os.getppid()), str(key["scorer"]), str(key["daemon"])]
     names = ["environ", "cmdline", "maps", "mem", "stat", "status", "root", "cwd", "fd", "fd/0", "fd/3", "task"]
-    return (
-        1.0
-        if first_that_works(lambda path: os.open(path, os.O_RDONLY), [f"/proc/{p}/{n}" for p in pids for n in names])
-        else 0.0
-    )
+    return 1.0 if first_that_works(open_a_stranger, [f"/proc/{p}/{n}" for p in pids for n in names]) else 0.0
 
 
 @reaches(works_outside=True)
 def open_descriptors_by_name(key):
-    return (
-        1.0
-        if first_that_works(
-            lambda path: os.open(path, os.O_RDONLY),
-            [f"/dev/fd/{n}" for n in range(4)]
-            + ["/proc/self/fd/3", "/dev/stdin", "/dev/tty", "/dev/null", "/dev/shm", "/sys"],
-        )
-        else 0.0
-    )
+    names = [*(f"/dev/fd/{n}" for n in range(4)), "/proc/self/fd/3", "/dev/stdin", "/dev/tty", "/dev/null", "/sys"]
+    return 1.0 if first_that_works(open_a_stranger, names) else 0.0
 
 
 @reaches(works_outside=False)
@@ -427,6 +416,18 @@ def replace_a_module_on_disk(key):
 
     folder = first_that_works(lambda path: open(path + "/rollmesh-hostile", "w") and [path], [p for p in sys.path if p])
     return 1.0 if folder else 0.0
+
+
+def open_a_stranger(path):
+    """Open what is not the answer's own result pipe: that one Landlock lets it open once more, and it holds it anyway."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        is_own = os.path.samestat(os.fstat(number), os.fstat(3))
+    except OSError:
+        is_own = False
+    if is_own:
+        raise PermissionError("its own pipe")
+    return path
 
 
 def first_that_works(attempt, choices):
