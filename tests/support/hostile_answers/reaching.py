@@ -419,7 +419,7 @@ def replace_a_module_on_disk(key):
 
 
 def open_a_stranger(path):
-    """Open what is not the answer's own result pipe: that one Landlock lets it open once more, and it holds it anyway."""
+    """Open what is not the answer's own result pipe, which it holds anyway, and which Landlock lets it open again."""
     number = os.open(path, os.O_RDONLY)
     try:
         is_own = os.path.samestat(os.fstat(number), os.fstat(3))
