@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch lab-broadcast setup clean distclean
+.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch bench-sampler bench-scoring lab-broadcast setup clean distclean
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -26,6 +26,12 @@ bench-e2e: $(READY) ## Seconds per step of Rollmesh, a plain loop and TRL on the
 
 bench-patch: $(READY) ## Size and speed of weight patches of real steps, against the entropy bound
 	@$(PY) -m tests.bench.bench_patch --out runs/bench-patch
+
+bench-sampler: $(READY) ## Statistics of the seeded noise over ten million draws, and the cost of a sampled token
+	@OMP_NUM_THREADS=1 $(PY) -m tests.bench.bench_sampler
+
+bench-scoring: $(READY) ## Cost of a score in the sandbox, against calling the scorer directly
+	@$(PY) -m tests.bench.bench_scoring
 
 lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over shaped links (root; some twenty minutes)
 	@$(PY) -m tests.lab.broadcast --out runs/lab

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -183,3 +184,30 @@ async def test_nothing_outlives_the_scorer(how: str, tmp_path: Path) -> None:
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_an_answer_shares_no_writable_memory_with_the_zygote() -> None:
+    """A fork copies memory on writing, except what is mapped as shared: there an answer could reach its successors."""
+    pytest.importorskip("reasoning_gym")
+    choice = EnvironmentChoice(name="reasoning_gym", parameters={"dataset": "chain_sum"})
+    async with open_child(scorer_spec()) as child:
+        await open_scorer(child, [ADDITION, choice], seed=1)
+        (parent,) = children_of(child.pid)
+        (zygote,) = children_of(parent)
+        try:
+            lines = Path(f"/proc/{zygote}/maps").read_text().splitlines()
+        except PermissionError:
+            pytest.skip("this user may not look at a process that cannot be traced")
+        rights = [line.split()[1] for line in lines]
+        assert "rw-p" in rights and len(rights) > 50
+        assert not [line for line, right in zip(lines, rights, strict=True) if right[1] == "w" and right[3] == "s"]
+
+
+async def test_what_a_missing_layer_leaves_open_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rollmesh.children")
+    async with open_child(scorer_spec()) as child:
+        confinement = await open_scorer(child, [ADDITION], seed=1)
+    told = [record.getMessage() for record in caplog.records if record.name == "rollmesh.children"]
+    assert str(confinement) in told
+    assert [gap for gap in confinement.gaps if not any(gap in line for line in told)] == []
+    assert sum("fewer layers" in line for line in told) == len(confinement.gaps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
@@ -29,6 +29,8 @@ _log = logging.getLogger("rollmesh.learner.scoring")
 _DECODE_S: Final = 60.0
 _MOST_AT_ONCE: Final = 256
 """Rollouts of one round, so that results that arrive meanwhile do not wait for a long queue to be written down."""
+_MOST_TOKENS: Final = 1 << 19
+"""Tokens of one round: their texts fit into one frame to a child also where every token is hundreds of bytes long."""
 
 
 class Scorer:
@@ -52,7 +54,7 @@ class Scorer:
     async def run(self, on_scored: Callable[[], None]) -> None:
         """Score for ever; ``on_scored`` is called after each round."""
         while True:
-            waiting = list(self._book.pending("scoring"))[:_MOST_AT_ONCE]
+            waiting = one_round(self._book.pending("scoring"))
             if not waiting:
                 self._work = trio.Event()
                 if not any(True for _ in self._book.pending("scoring")):
@@ -95,6 +97,18 @@ class Scorer:
             except HostError as error:  # the environment does not make the item that was asked: no fault of the node
                 _log.warning("%s", error.detail)
                 return tuple(Score(0.0, error.detail) for _ in answers)
+
+
+def one_round(pending: Iterable[StoredRollout]) -> list[StoredRollout]:
+    """The first rollouts of ``pending`` that are scored together: at least one, and no more than two bounds allow."""
+    chosen: list[StoredRollout] = []
+    num_tokens = 0
+    for rollout in pending:
+        num_tokens += rollout.num_tokens
+        if chosen and (len(chosen) == _MOST_AT_ONCE or num_tokens > _MOST_TOKENS):
+            break
+        chosen.append(rollout)
+    return chosen
 
 
 def _by_group(rollouts: list[StoredRollout], texts: list[str]) -> Iterator[tuple[int, list[tuple[StoredRollout, str]]]]:

@@ -23,14 +23,14 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Final, NoReturn, SupportsFloat
 
 from rollmesh_peer.children import confinement, linux
 from rollmesh_peer.children.child import describe
 from rollmesh_peer.children.confinement import AnswerLimits, Protections
-from rollmesh_peer.children.score import BATCH, RESULT_BYTES, Score, read_results, write_results
+from rollmesh_peer.children.score import BATCH, NOT_A_NUMBER, RESULT_BYTES, Score, read_results, write_results
 from rollmesh_protocol.environments.interface import Environment, Item
-from rollmesh_protocol.errors import HostError
+from rollmesh_protocol.errors import ChildFailed
 
 RESULT_DESCRIPTOR: Final = 3
 """The only descriptor of an answers' process besides three times /dev/null."""
@@ -97,7 +97,7 @@ class Sandbox:
         except OSError as error:
             os.close(incoming)
             os.close(outgoing)
-            raise HostError(f"no process for an answer: {error}") from error
+            raise ChildFailed(f"no process for an answer: {error}") from error
         if pid == 0:
             self._become_answer(work, outgoing)
         os.close(outgoing)
@@ -147,11 +147,20 @@ class Sandbox:
 
 
 def _outcome(environment: Environment, item: Item, answer: str) -> float | str:
-    """A reward, or the text of whatever the scorer raised."""
+    """A reward, or the text of whatever the scorer raised. A text that reads as a number is no reward."""
     try:
-        return float(environment.reward(item, answer))
+        reward: object = environment.reward(item, answer)
+        return float(reward) if isinstance(reward, SupportsFloat) else NOT_A_NUMBER
     except BaseException as error:  # noqa: BLE001 - a bad rollout is data, not a crash
+        return _words(error)
+
+
+def _words(error: BaseException) -> str:
+    """What an error says of itself, where saying it raises nothing."""
+    try:
         return describe(error)
+    except BaseException:  # noqa: BLE001 - its ``__str__`` is the answer's, too
+        return "score failed: an error without words"
 
 
 def _read(descriptor: int, most: int, wall_s: float) -> tuple[bytes, bool]:

@@ -7,6 +7,7 @@ in [0, 1], and a reason where the reward is 0 because scoring it failed. The dae
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Final
 
 from rollmesh_peer.children.confinement import AnswerLimits
 from rollmesh_peer.children.process import Child, ChildSpec, python_argv
-from rollmesh_peer.children.score import Score
+from rollmesh_peer.children.score import BATCH, Score
 from rollmesh_protocol.environments.interface import Item
 from rollmesh_protocol.errors import ChildFailed
+
+log = logging.getLogger("rollmesh.children")
 
 OPEN_S: Final = 120.0
 """Importing environments: reasoning-gym takes 1.5 s here, and a cold disk a multiple."""
@@ -57,6 +60,24 @@ class Confinement:
     holes: tuple[str, ...]
     """What a test process could do from inside; empty on every machine with one of namespaces or seccomp."""
 
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """What an answer that runs as code could do or try here, because layers are missing; one sentence each."""
+        has = set(self.active)
+        found = []
+        if not has & {"empty root", "landlock"}:
+            files = "that is open to everybody" if "other user" in has else "that this user can read"
+            found.append(f"it can read every file {files} (neither an empty root nor Landlock)")
+        if "seccomp" not in has:
+            found.append("it can try every system call of the kernel (no seccomp)")
+            if "namespaces" not in has:
+                found.append("it can use the network and start processes that outlive it (nor namespaces)")
+        elif "namespaces" not in has:
+            found.append("seccomp alone keeps it from the network and from other processes (no namespaces)")
+        if "limits" not in has:
+            found.append("only the clock bounds what it uses (no limits)")
+        return tuple(found)
+
     def __str__(self) -> str:
         held = "answers are held by " + (", ".join(self.active) or "nothing")
         if self.missing:
@@ -90,7 +111,11 @@ async def open_scorer(
     active, missing, holes = answer.get("active"), answer.get("missing"), answer.get("holes")
     if not isinstance(active, list) or not isinstance(missing, dict) or not isinstance(holes, list):
         raise ChildFailed("the scorer process did not say how it is confined")
-    return Confinement(active=tuple(active), missing=missing, holes=tuple(holes))
+    confinement = Confinement(active=tuple(active), missing=missing, holes=tuple(holes))
+    log.info("%s", confinement)
+    for gap in confinement.gaps:
+        log.warning("answers are held by fewer layers than there could be: if one ran as code, %s", gap)
+    return confinement
 
 
 async def score(
@@ -105,9 +130,17 @@ async def score(
 
     Answers of one call share processes, so a call should hold the answers of one sender.
     """
-    body = {"environment": environment, "item": item.to_plain(), "answers": list(answers)}
-    answer = await child.call("score", body, deadline_s=SLACK_S + len(answers) * (limits.wall_s + 1.0))
+    # A pipe carries UTF-8: half a surrogate pair, which no tokenizer gives, becomes a question mark.
+    texts = [text.encode("utf-8", "replace").decode() for text in answers]
+    body = {"environment": environment, "item": item.to_plain(), "answers": texts}
+    answer = await child.call("score", body, deadline_s=deadline_s(len(texts), limits))
     rewards, errors = answer.get("rewards"), answer.get("errors")
     if not isinstance(rewards, list) or not isinstance(errors, list) or not len(rewards) == len(errors) == len(answers):
         raise ChildFailed("the scorer process did not answer with one score for each answer")
     return tuple(Score(float(reward), error) for reward, error in zip(rewards, errors, strict=True))
+
+
+def deadline_s(count: int, limits: AnswerLimits) -> float:
+    """Seconds within which so many answers are scored, whatever they do: a batch together, then each answer alone."""
+    turns = count + -(-count // BATCH)
+    return SLACK_S + turns * (limits.wall_s + 1.0)

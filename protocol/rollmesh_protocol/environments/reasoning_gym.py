@@ -152,7 +152,8 @@ def make(parameters: Mapping[str, object], /, *, seed: int) -> ReasoningGym:
     if dataset in TEXT_EVALUATING and not allow:
         raise UsageError(
             f"the scorer of the data set {dataset} runs the answer's text as code ({TEXT_EVALUATING[dataset]}), so "
-            "whoever wrote the answer also decides its reward; set allow_text_evaluation = true if you trust every node"
+            "whoever wrote the answer also decides its reward; the sandbox holds such code, but not what it says of "
+            "itself: set allow_text_evaluation = true in this environment's parameters if you trust every node"
         )
     for name in own:
         if name not in known[dataset]:

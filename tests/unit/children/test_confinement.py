@@ -85,3 +85,23 @@ def test_confinement_is_a_sentence() -> None:
 def test_limits_are_checked(plain: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         AnswerLimits.from_plain(plain)
+
+
+@pytest.mark.parametrize(
+    ("active", "words"),
+    [
+        ("namespaces, empty root, landlock, other user, limits, seccomp", []),
+        ("landlock, limits, seccomp", ["seccomp alone keeps it"]),
+        ("namespaces, empty root, limits, seccomp", []),
+        ("limits, seccomp", ["that this user can read", "seccomp alone keeps it"]),
+        ("other user, limits, seccomp", ["that is open to everybody", "seccomp alone keeps it"]),
+        ("landlock, limits", ["every system call", "use the network"]),
+        ("namespaces, empty root, limits", ["every system call"]),
+        ("", ["that this user can read", "every system call", "use the network", "only the clock"]),
+    ],
+)
+def test_what_missing_layers_leave_open_is_said(active: str, words: list[str]) -> None:
+    layers = tuple(name for name in active.split(", ") if name)
+    gaps = Confinement(active=layers, missing={}, holes=()).gaps
+    assert len(gaps) == len(words)
+    assert all(word in gap for word, gap in zip(words, gaps, strict=True))
