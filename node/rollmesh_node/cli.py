@@ -129,8 +129,8 @@ def _selfcheck(arguments: argparse.Namespace, config: NodeConfig) -> int:
 
     from rollmesh_node.engine_setting import choose_engine
     from rollmesh_node.places import folder_of
-    from rollmesh_node.selfcheck import Order, selfcheck
-    from rollmesh_node.selfcheck_report import STATUS, Report, as_json, as_text
+    from rollmesh_node.selfcheck.check import Order, selfcheck
+    from rollmesh_node.selfcheck.report import STATUS, Report, as_json, as_text
 
     ram_folder = config.weights.ram_folder
     try:

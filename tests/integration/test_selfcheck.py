@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollmesh_node import selfcheck as selfcheck_module
 from rollmesh_node.config import Engine
 from rollmesh_node.engine_setting import choose_engine
-from rollmesh_node.fresh_work import fresh_leases, generate
 from rollmesh_node.introduction import CARD, run_place
 from rollmesh_node.journal import JOURNAL, Journal, read_journal, write_journal
-from rollmesh_node.selfcheck import Order, selfcheck
-from rollmesh_node.selfcheck_report import as_json, as_text
+from rollmesh_node.selfcheck import check as selfcheck_module
+from rollmesh_node.selfcheck.check import Order, selfcheck
+from rollmesh_node.selfcheck.fresh_work import fresh_leases, generate
+from rollmesh_node.selfcheck.report import as_json, as_text
 from rollmesh_peer.children.launch import python_argv
 from rollmesh_peer.models.base import write_base_image
 from rollmesh_peer.testing.fake_learner import make_anchor

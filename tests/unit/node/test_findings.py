@@ -7,8 +7,9 @@ import typing
 import numpy as np
 import pytest
 
-from rollmesh_node.advice import ADVICE
-from rollmesh_node.findings import (
+from rollmesh_node.journal import Answer, Entry
+from rollmesh_node.selfcheck.advice import ADVICE
+from rollmesh_node.selfcheck.findings import (
     GUESSES,
     Checked,
     Finding,
@@ -20,7 +21,6 @@ from rollmesh_node.findings import (
     figures_of,
     is_odd,
 )
-from rollmesh_node.journal import Answer, Entry
 from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.unit.node.leases import make_lease

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rollmesh_node.findings import Kind
+from rollmesh_node.selfcheck.findings import Kind
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from rollmesh_node.advice import ADVICE
-from rollmesh_node.findings import Figures, Finding
+from rollmesh_node.selfcheck.advice import ADVICE
+from rollmesh_node.selfcheck.findings import Figures, Finding
 from rollmesh_peer.status.words import clean, count
 from rollmesh_protocol.errors import CODES
 from rollmesh_protocol.messages import Standing

@@ -17,14 +17,22 @@ from typing import Final
 
 import trio
 
-from rollmesh_node.findings import Figures, Finding, explain, explain_both, explain_form, explain_lateness, figures_of
-from rollmesh_node.fresh_work import fresh_leases, generate
 from rollmesh_node.generator import LOAD_S, EngineSetting
 from rollmesh_node.introduction import CARD, RUNS, run_place
 from rollmesh_node.journal import JOURNAL, Entry, Notes, read_journal
 from rollmesh_node.memory import engine_bytes, free_bytes
-from rollmesh_node.rechecking import Recomputed, recheck, recheck_spec
-from rollmesh_node.selfcheck_report import Report
+from rollmesh_node.selfcheck.findings import (
+    Figures,
+    Finding,
+    explain,
+    explain_both,
+    explain_form,
+    explain_lateness,
+    figures_of,
+)
+from rollmesh_node.selfcheck.fresh_work import fresh_leases, generate
+from rollmesh_node.selfcheck.rechecking import Recomputed, recheck, recheck_spec
+from rollmesh_node.selfcheck.report import Report
 from rollmesh_peer.children.process import open_child
 from rollmesh_peer.weights.copies import Copies, Way, find_way, open_copies, working_files
 from rollmesh_protocol import limits

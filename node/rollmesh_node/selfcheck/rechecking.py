@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from rollmesh_node.findings import GUESSES, Checked, Guess, is_odd
+from rollmesh_node.selfcheck.findings import GUESSES, Checked, Guess, is_odd
 from rollmesh_peer.children.launch import ChildSpec, python_argv
 from rollmesh_peer.children.process import Child
 from rollmesh_protocol.errors import ChildFailed
