@@ -21,6 +21,7 @@ from typing import Final
 import trio
 
 from rollmesh_learner import terms
+from rollmesh_learner.audit.account import trust_status
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.audit.drawing import MEANS, Drawer
 from rollmesh_learner.audit.reaudit import Reaudits
@@ -327,6 +328,10 @@ class _Learner:
             auditor=self._auditor,
             head_bytes=self._head_bytes,
             spread=lambda now: self._spread.status(now=now),
+            trust=lambda: trust_status(
+                book=self._book, auditor=self._auditor, drawer=self._drawer, queue=terms.audit_queue(self._config)
+            ),
+            withheld=lambda peer: self._withheld.judge(peer).words,
             troubles=lambda: (
                 self._ledger.trouble, self._stepper.trouble, self._prompts.waiting_for, self._scorer.waiting_for,
                 self._auditor.waiting_for,

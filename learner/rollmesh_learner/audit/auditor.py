@@ -123,9 +123,9 @@ class Auditor:
             on_audited()
 
     def _next_batch(self) -> list[Case]:
-        """The oldest waiting rollouts that share one root, so that weights are loaded once; then suspects, then the past.
+        """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects.
 
-        What was part of a failure comes after everything else, one by one.
+        Consumed work of nodes that are out comes next; what was part of a failure comes last, one by one.
         """
         prompts = self._book.groups
         waiting = [Case(r, prompts[r.group_id].prompt.prompt) for r in self._book.pending("auditing")]
