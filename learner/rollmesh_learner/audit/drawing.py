@@ -47,7 +47,7 @@ class Drawer:
         self._key = audit_key
         self._book = book
         self._nodes = nodes
-        self._withheld = withheld
+        self.withheld = withheld
         self._twins = Twins()
         self.means = means or Means()
         self.work_tokens = work_tokens
@@ -83,7 +83,7 @@ class Drawer:
         logprobs = np.frombuffer(rollout.logprobs, dtype="<f4")
         marks = len(marks_of(tokens, logprobs))
         marks += self._twins.has_twin(tokens, logprobs, seed=rollout.seed)
-        marks += self._withheld.judge(rollout.node).is_telling
+        marks += self.withheld.judge(rollout.node).is_telling
         return Evidence(
             advantage=advantages[rollout.key],
             reward=rollout.reward or 0.0,
@@ -107,10 +107,10 @@ class Drawer:
 
     def _tell(self, rollout: StoredRollout, group: Group) -> None:
         reward, tokens = rollout.reward or 0.0, rollout.num_tokens
-        self._withheld.delivered(rollout.node, rollout.lease_id, reward=reward, tokens=tokens)
+        self.withheld.delivered(rollout.node, rollout.lease_id, reward=reward, tokens=tokens)
         for lease_id, node in group.samples[rollout.sample].abandoned:
             if node != rollout.node:
-                self._withheld.abandoned(node, lease_id, reward=reward, tokens=tokens)
+                self.withheld.abandoned(node, lease_id, reward=reward, tokens=tokens)
 
 
 def _advantages(rollouts: list[StoredRollout]) -> dict[RolloutKey, float]:

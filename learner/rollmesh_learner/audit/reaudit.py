@@ -47,12 +47,13 @@ class Reaudits:
 
     async def load(self) -> None:
         """Put the consumed work of the nodes asked for into :attr:`cases`."""
-        wanted, self._wanted = self._wanted, []
-        for node in wanted:
+        while self._wanted:
+            node = self._wanted[0]
             for rollout, prompt, step in await unaudited_consumed(self._ledger, node, most=MOST):
                 if self._image_of(rollout.root) is not None:
                     self.cases[rollout.key] = Case(rollout, prompt)
                     self._steps[rollout.key] = step
+            self._wanted.pop(0)
 
     async def count_consumed(self, key: RolloutKey) -> None:
         """A rollout failed; where a step has consumed it, count it with that step."""

@@ -353,11 +353,15 @@ class Life:
 
     async def score_all(self) -> None:
         """Everything that waits for a reward, or for an audit, has got it."""
-        for rollout in [*self.book.unscored()]:
-            await self.score_one(rollout)
+        await self.score_all_but_audits()
         for rollout in [*self.book.pending("auditing")]:
             await self.ledger.commit(*self.book.pass_audit(rollout.key, rollout.logprobs))
         self.stepper.wake()
+
+    async def score_all_but_audits(self) -> None:
+        """Everything that waits for a reward has got it."""
+        for rollout in [*self.book.unscored()]:
+            await self.score_one(rollout)
 
     async def score_one(self, rollout: StoredRollout, *, reward: float | None = None) -> None:
         """What the scorer does with one of them: a reward, and the draw."""
