@@ -43,18 +43,24 @@ class Shares:
         return self._share
 
     def load(self, *, now: float) -> AuditLoad:
-        """What waits for the auditor, and what of nodes below full standing will."""
+        """What waits for the auditor, and what of nodes below full standing will.
+
+        Leases count where their node has delivered before and let none run out since: who only holds leases must not
+        keep the others from work. One that never delivered has one group at most.
+        """
         rules = self._nodes.rules
-        rates = {
-            node.peer: audit_rate(node.record, rules) for node in self._nodes.all() if not is_steady(node.record, rules)
-        }
+        early = [n for n in self._nodes.all() if not n.record.is_quarantined and not is_steady(n.record, rules)]
         held = self._held()
         scoring = Counter(rollout.node for rollout in self._book.pending("scoring"))
+        expected = 0.0
+        for node in early:
+            coming = held[node.peer] if node.samples_per_s > 0 and not node.failures else 0
+            expected += audit_rate(node.record, rules) * (coming + scoring[node.peer])
         return AuditLoad(
             waiting=sum(1 for _ in self._book.pending("auditing")),
-            expected=sum((held[peer] + scoring[peer]) * rate for peer, rate in rates.items()),
+            expected=expected,
             most=self._queue,
-            sharers=sum(1 for node in self._nodes.active(now) if node.peer in rates),
+            sharers=len({node.peer for node in early} & {node.peer for node in self._nodes.active(now)}),
         )
 
     def _held(self) -> Counter[str]:

@@ -96,7 +96,9 @@ class Scorer:
                 if outcome.error:
                     _log.info("an answer to group %d could not be scored: %s", group_id, outcome.error)
                 statements += self._book.score(rollout.key, outcome.reward, error=outcome.error)
-            statements += self._drawer.decide(group)
+            group = self._book.groups.get(group_id)  # the book may have gone back to a checkpoint meanwhile
+            if group is not None:
+                statements += self._drawer.decide(group)
             await self._ledger.commit(*statements)
 
     async def _scores(self, environment: int, item: Item, answers: list[str]) -> tuple[Score, ...]:

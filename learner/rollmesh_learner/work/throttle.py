@@ -1,7 +1,8 @@
 """How much work nodes that are audited much may hold while audits are slower than they are (layer L7). Pure.
 
-Invariant: rollouts that wait for an audit, and those that are sure to once open leases come in, are together at most
-the bound, as far as nodes below full standing are concerned. Those in full standing are never held back by it.
+Invariant: rollouts that wait for an audit, and those expected to once open leases of nodes that deliver come in, are
+together at most the bound, as far as nodes below full standing are concerned; every node that has delivered nothing yet
+may add one group. Those in full standing are never held back by it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class AuditLoad:
 
     waiting: int
     expected: float
-    """Samples on open leases of nodes below full standing, each times its node's audit rate."""
+    """Samples on open leases of nodes below full standing that deliver, each times its node's audit rate."""
     most: int
     sharers: int
     """Nodes below full standing that are at work, who share what is left."""

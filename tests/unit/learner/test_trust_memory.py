@@ -145,3 +145,22 @@ async def test_new_nodes_wait_while_audits_are_behind_and_steady_ones_do_not(fol
         for rollout in [*life.book.pending("auditing")][:2]:
             await life.ledger.commit(*life.book.pass_audit(rollout.key, rollout.logprobs))
         assert (await north.ask(life, groups=1)).leases
+
+
+async def test_who_only_holds_leases_keeps_nobody_from_work(folder: Path) -> None:
+    world = World(folder, Random(0), RULES, queue=4)
+    north, south = world.nodes
+    async with world.life() as life:
+        await start(life, north, south)
+        life.registry.rules = type(life.registry.rules)(
+            new_rollouts=5, probation_rollouts=10, rate_new=1.0, rate_probation=1.0, rate_steady=0.0
+        )
+        hoarder = life.registry.get(south.identity.peer)
+        assert hoarder is not None
+        await south.ask(life, groups=4)
+        assert south.leases and life.shares.load(now=0.0).expected == 0
+        hoarder.samples_per_s = 1.0  # it has delivered once
+        assert life.shares.load(now=0.0).expected == sum(len(lease.samples) for lease in south.leases)
+        hoarder.failures = 1  # and let a lease run out
+        assert life.shares.load(now=0.0).expected == 0
+        assert (await north.ask(life, groups=1)).leases
