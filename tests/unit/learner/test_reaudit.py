@@ -15,6 +15,7 @@ from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.standing import Record
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.audits import consumed_bad, unaudited_consumed
+from rollmesh_learner.records.summary import summarise
 from rollmesh_learner.work.book import Rules
 from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.unit.learner.test_auditor import Child, audit_all
@@ -93,6 +94,11 @@ async def test_what_fails_is_counted_by_its_step_and_told(
         assert f"of {len(waiting)} consumed rollouts of " in caplog.text and f"{len(bad)} failed: " in caplog.text
         assert life.registry.record_of(node.identity.peer).audited == before.audited, "its standing is what it was"
         assert await unaudited(life, node) == []
+        trust = (await summarise(life.ledger, run="r", full_bytes=1, bubble_fraction=0.0, checkpoint=None)).trust
+        assert trust.consumed_bad == {str(step): count for step, count in auditor.reaudits.bad.items()}
+        assert trust.lengths == {"2": {"consumed": len(waiting), "dropped": 0}}, "three tokens each"
+        assert trust.audited_tokens == 4 * len(waiting), "and a prompt of one"
+        assert trust.work_tokens == 4 * 6 == life.drawer.work_tokens
         states = await life.ledger.fetch("SELECT DISTINCT state FROM rollouts WHERE trained_step IS NOT NULL")
         assert states == [("consumed",)], "nothing is undone here"
 
