@@ -356,12 +356,13 @@ class Book:
         return f"the batch of step {self.next_step} lacks: {', '.join(words) or 'nothing'}"
 
     def assemble(self, *, wall_time: float) -> tuple[list[Group], list[Statement]]:
-        """Take the next batch and assign it to ``next_step``, which moves on. Call right after :meth:`batch_is_ready`.
+        """Take the next batch and assign it to ``next_step``, which moves on. Call when :meth:`batch_is_ready`.
 
         Raises:
             ValueError: the batch is not complete.
         """
-        batch, over_cap = self._next_batch
+        # The batch that was looked at: by now the shares may say another one, which need not be complete.
+        batch, over_cap = self._next_batch if self._is_whole(self._next_batch[0]) else self._next_groups()
         if not self._is_whole(batch):
             raise ValueError("a batch was taken before it was complete")
         self._next_batch = [], 0
