@@ -134,6 +134,8 @@ class Leases(Section):
     """The longest one; between the two, it is what the node's measured speed asks for."""
     groups_at_most: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 4
     """Groups given to one node in one answer."""
+    cap: Share = 0.25
+    """Largest share of a batch for one node below full standing, or 1.5 equal shares where that is more."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -170,6 +172,12 @@ class Audit(Section):
     """Audited rollouts after which a node is no longer new."""
     probation_rollouts: Annotated[int, Unit("rollouts"), Field(ge=0, le=100_000)] = 50
     """Audited rollouts after which probation ends."""
+    soft_half_life_s: Annotated[float, Unit("seconds"), Field(gt=0, le=1e9)] = 86_400.0
+    """After so long a small offence weighs half as much towards quarantine, which itself never fades."""
+    away_s: Annotated[float, Unit("seconds"), Field(gt=0, le=1e9)] = 604_800.0
+    """A node of which nothing was accepted for longer is on probation again."""
+    queue: Annotated[float, Unit("batches"), Field(ge=1, le=1000)] = 2.0
+    """Rollouts that may wait for audit; nodes below full standing get no work that would make it more."""
     any_margin: Nats = 3.0
     """One token whose margin exceeds this fails the node at once."""
     high_margin: Nats = 1.0

@@ -21,13 +21,17 @@ from typing import Final
 import trio
 
 from rollmesh_learner import terms
+from rollmesh_learner.audit.account import trust_status
 from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.drawing import MEANS, Drawer
+from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import Crew, answer_limits, open_crew
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.shares import Shares
 from rollmesh_learner.members.standing import Record
 from rollmesh_learner.members.welcome import WelcomeDesk
 from rollmesh_learner.publishing.opening import open_publisher
@@ -35,6 +39,7 @@ from rollmesh_learner.publishing.publisher import Publisher
 from rollmesh_learner.publishing.spread import SpreadBook
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import restore
+from rollmesh_learner.records.audits import TrustMemory, load_trust
 from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_learner.records.summary import RunSummary, summarise, write_summary
 from rollmesh_learner.run_keys import load_run_keys
@@ -113,6 +118,7 @@ async def run_learner(
                 learner = _Learner(
                     config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
                     exports=exports, card=card, records=await restore.load_records(ledger), software=software,
+                    memory=await load_trust(ledger, terms.thresholds(config), means_name=MEANS),
                 )  # fmt: skip
                 return await learner.run(on_ready=on_ready, stop=stop)
 
@@ -133,6 +139,7 @@ class _Learner:
         card: RunCard,
         records: dict[str, Record],
         software: str,
+        memory: TrustMemory,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -145,9 +152,26 @@ class _Learner:
         self._is_over = False
         keys = load_run_keys(folder)
         self._versions = Versions()
-        self._book = Book(terms.book_rules(config))
+        self._book = Book(
+            terms.book_rules(config), share_of=lambda node: self._shares.share_of(node, now=trio.current_time())
+        )
         self._book.suspend()  # until the ledger has been read
-        self._nodes = Nodes(records, max_nodes=config.network.max_nodes, rules=terms.standing_rules(config))
+        self._nodes = Nodes(
+            records,
+            max_nodes=config.network.max_nodes,
+            rules=terms.standing_rules(config),
+            margins=memory.margins,
+        )
+        self._shares = Shares(self._nodes, self._book, cap=config.leases.cap, queue=terms.audit_queue(config))
+        self._withheld = memory.withheld
+        self._drawer = Drawer(
+            audit_key=keys.audit_key,
+            book=self._book,
+            nodes=self._nodes,
+            withheld=self._withheld,
+            means=memory.means,
+            work_tokens=memory.tokens.work,
+        )
         self._passes = PassBook(
             run=card.run,
             learner=identity.peer,
@@ -159,9 +183,7 @@ class _Learner:
             online=lambda: self._nodes.online(trio.current_time()),
             served_bytes=lambda: self._sharing.seeder.bytes_served if self._sharing is not None else 0,
         )
-        self._discipline = Discipline(
-            book=self._book, nodes=self._nodes, ledger=ledger, on_quarantine=self._passes.revoke
-        )
+        self._discipline = Discipline(book=self._book, nodes=self._nodes, ledger=ledger, on_quarantine=self._put_out)
         self._prompts = PromptSource(
             book=self._book,
             prompter=hands.prompter,
@@ -169,8 +191,9 @@ class _Learner:
             most_tokens=config.rollouts.max_prompt_tokens,
         )
         self._scorer = Scorer(
-            book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config)
-        )
+            book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config),
+            drawer=self._drawer,
+        )  # fmt: skip
         self._auditor = Auditor(
             thresholds=terms.thresholds(config),
             book=self._book,
@@ -179,7 +202,11 @@ class _Learner:
             discipline=self._discipline,
             child=hands.auditor,
             image_of=publisher.image_of,
+            reaudits=Reaudits(ledger, image_of=publisher.image_of, bad=memory.bad),
+            audited_tokens=memory.tokens.audited,
         )
+        for peer in self._nodes.quarantined():  # what a kill has interrupted
+            self._auditor.look_back(peer)
         self._desk = LeaseDesk(
             terms.lease_terms(config, card=card, keys=keys),
             identity=identity,
@@ -188,6 +215,7 @@ class _Learner:
             versions=self._versions,
             ledger=ledger,
             is_over=lambda: self._is_over,
+            shares=self._shares,
             on_heard=lambda node: self._spread.heard(node.peer, version=node.version_held, now=trio.current_time()),
         )
         self._intake = Intake(
@@ -300,6 +328,10 @@ class _Learner:
             auditor=self._auditor,
             head_bytes=self._head_bytes,
             spread=lambda now: self._spread.status(now=now),
+            trust=lambda: trust_status(
+                book=self._book, auditor=self._auditor, drawer=self._drawer, queue=terms.audit_queue(self._config)
+            ),
+            withheld=lambda peer: self._withheld.judge(peer).words,
             troubles=lambda: (
                 self._ledger.trouble, self._stepper.trouble, self._prompts.waiting_for, self._scorer.waiting_for,
                 self._auditor.waiting_for,
@@ -323,6 +355,11 @@ class _Learner:
         newest = found.published[-1]
         if newest.is_orphaned or newest.head.step != step:
             await self._stepper.publish_now(step)
+
+    def _put_out(self, peer: str) -> None:
+        """A node's quarantine begins."""
+        self._passes.revoke(peer)
+        self._auditor.look_back(peer)
 
     def _on_scored(self) -> None:
         self._auditor.wake()

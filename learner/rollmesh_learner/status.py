@@ -16,7 +16,15 @@ from rollmesh_peer.mesh.seam import Mesh, PeerLink
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.messages import RunCard
-from rollmesh_protocol.status import PEERS_PER_PAGE, PeerStatus, RunStatus, SpreadStatus, StatusAnswer, StatusRequest
+from rollmesh_protocol.status import (
+    PEERS_PER_PAGE,
+    PeerStatus,
+    RunStatus,
+    SpreadStatus,
+    StatusAnswer,
+    StatusRequest,
+    TrustStatus,
+)
 
 
 class RunReporter:
@@ -37,6 +45,8 @@ class RunReporter:
         auditor: Auditor,
         head_bytes: Callable[[], int],
         spread: Callable[[float], tuple[SpreadStatus, ...]],
+        trust: Callable[[], TrustStatus],
+        withheld: Callable[[str], str],
         troubles: Callable[[], Sequence[str]],
         children: Callable[[], Sequence[str]],
     ) -> None:
@@ -52,6 +62,8 @@ class RunReporter:
         self._auditor = auditor
         self._head_bytes = head_bytes
         self._spread = spread
+        self._trust = trust
+        self._withheld = withheld
         self._troubles = troubles
         self._children = children
         self._started = trio.current_time()
@@ -101,6 +113,7 @@ class RunReporter:
                 rollouts_rejected=self._book.tally.rejected,
                 audits_done=self._auditor.done,
                 audits_failed=self._auditor.failed,
+                trust=self._trust(),
                 bubble_fraction=self._stepper.clock.bubble_fraction,
                 uptime_s=now - self._started,
                 children=tuple(line[:256] for line in self._children()),
@@ -128,4 +141,5 @@ class RunReporter:
             last_accepted_s=None if node.last_accepted_at is None else now - node.last_accepted_at,
             last_seen_s=now - node.last_seen,
             waiting_for=node.waiting_for,
+            withheld=self._withheld(node.peer),
         )

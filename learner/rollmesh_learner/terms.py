@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.members.standing import StandingRules
 from rollmesh_learner.members.welcome import AdmissionTerms
@@ -45,7 +47,6 @@ def intake_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> Inta
     return IntakeTerms(
         run=card.run,
         seed_key=keys.seed_key,
-        audit_key=keys.audit_key,
         vocabulary=card.vocabulary,
         stop_tokens=frozenset(card.stop_tokens),
         max_new_tokens=config.rollouts.max_new_tokens,
@@ -57,18 +58,18 @@ def admission_terms(config: LearnerConfig) -> AdmissionTerms:
     return config.admission.to(AdmissionTerms)
 
 
+def audit_queue(config: LearnerConfig) -> int:
+    """How many rollouts may wait for audit before nodes that are audited much get less work."""
+    rollouts = config.rollouts
+    return int(config.audit.queue * rollouts.groups_per_step * rollouts.samples_per_group)
+
+
 def standing_rules(config: LearnerConfig) -> StandingRules:
     """How much of a node's work is audited; nothing where audits are switched off."""
     rules = config.audit.to(StandingRules)
     if config.audit.enabled:
         return rules
-    return StandingRules(
-        new_rollouts=rules.new_rollouts,
-        probation_rollouts=rules.probation_rollouts,
-        rate_new=0.0,
-        rate_probation=0.0,
-        rate_steady=0.0,
-    )
+    return replace(rules, rate_new=0.0, rate_probation=0.0, rate_steady=0.0)
 
 
 def thresholds(config: LearnerConfig) -> Thresholds:

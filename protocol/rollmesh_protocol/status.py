@@ -10,6 +10,7 @@ from rollmesh_protocol.messages import Digest, Head, Peer, Sentence, Standing
 from rollmesh_protocol.record import Record
 
 PEERS_PER_PAGE = 200
+MOST_BAD_STEPS = 16
 MOST_SPREADS = 2
 """Versions whose spread is told: the newest, and the one before it."""
 
@@ -38,6 +39,8 @@ class PeerStatus(Record):
     """Seconds since its last accepted rollout; None when there was none."""
     last_seen_s: float
     waiting_for: Sentence
+    withheld: Sentence
+    """Why the learner thinks that it lets go of what does badly; empty where it does not. It is audited more."""
 
 
 class SpreadStatus(Record):
@@ -57,6 +60,41 @@ class SpreadStatus(Record):
     """What the learner's own uplink gave until the last of those who hold it had it, of all payloads together."""
     slowest: tuple[Annotated[str, Field(max_length=64)], ...] = Field(max_length=8)
     """Names of those who took longest, or still fetch; the slowest first."""
+
+
+class LengthStatus(Record):
+    """Completions of ``tokens`` to twice as many tokens less one: how many were trained on, how many dropped."""
+
+    tokens: int = Field(ge=1)
+    consumed: int = Field(ge=0)
+    dropped: int = Field(ge=0)
+    """With their groups, because these could not be trained on within the staleness bound."""
+
+
+class TrustStatus(Record):
+    """What checking strangers' work costs, and what it found in work that was trained on already."""
+
+    audits_waiting: int = Field(ge=0)
+    """Rollouts that wait for their audit."""
+    audits_most: int = Field(ge=0)
+    """So many may: nodes below full standing get no work that would make it more."""
+    audited_tokens: int = Field(ge=0)
+    """Recomputed since the run began, prompts included."""
+    work_tokens: int = Field(ge=0)
+    """Accepted since the run began: generated tokens and prompts."""
+    steady_audited_tokens: int = Field(ge=0)
+    """The same two, of nodes in full standing alone."""
+    steady_work_tokens: int = Field(ge=0)
+    consumed_bad: int = Field(ge=0)
+    """Rollouts that failed an audit after they had been trained on."""
+    consumed_bad_steps: tuple[Annotated[int, Field(ge=0)], ...] = Field(max_length=MOST_BAD_STEPS)
+    """The last steps that trained on any."""
+    reaudits_waiting: int = Field(ge=0)
+    """Consumed rollouts of quarantined nodes that are still to be looked at again."""
+    over_cap: int = Field(ge=0)
+    """Rollouts trained on above their node's share of a batch, because nobody else had work under way."""
+    lengths: tuple[LengthStatus, ...] = Field(max_length=32)
+    """The shortest first."""
 
 
 class RunStatus(Record):
@@ -85,6 +123,7 @@ class RunStatus(Record):
     rollouts_rejected: int = Field(ge=0)
     audits_done: int = Field(ge=0)
     audits_failed: int = Field(ge=0)
+    trust: TrustStatus
     bubble_fraction: float = Field(ge=0, le=1)
     uptime_s: float = Field(ge=0)
     children: tuple[Annotated[str, Field(max_length=256)], ...] = Field(max_length=16)

@@ -42,8 +42,8 @@ RECORDS: dict[str, tuple[type[Record], ...]] = {
     ),
     "Gossip": (messages.PolicyHeader, messages.Notice),
     "Status": (
-        status.StatusRequest, status.StatusAnswer, status.RunStatus, status.SpreadStatus, status.PeerStatus,
-        status.NodeStatus,
+        status.StatusRequest, status.StatusAnswer, status.RunStatus, status.SpreadStatus, status.TrustStatus,
+        status.LengthStatus, status.PeerStatus, status.NodeStatus,
     ),
 }  # fmt: skip
 """Every record that crosses the wire, in the order of the README."""

@@ -3,7 +3,8 @@
 The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_protocol.verdicts.margins`). A rollout
 drawn for audit is consumed only after it passed. A hard failure ends in quarantine: everything of that node which is
 not consumed yet is void. A rollout that cannot be recomputed, whatever is wrong with it, is not used and holds up no
-other: after a failure rollouts are audited one by one, and one that keeps failing is given up.
+other: after a failure rollouts are audited one by one, and one that keeps failing is given up. When nothing else waits,
+what was consumed of a node that is out is looked at again (:mod:`.reaudit`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import trio
 
+from rollmesh_learner.audit.cases import Case
+from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger, Statement
 from rollmesh_learner.work.book import Book
 from rollmesh_learner.work.groups import RolloutKey, StoredRollout
@@ -50,14 +53,6 @@ _MOST_DEATHS: Final = 10
 _DEATHS: Final = frozenset({DIED, KILLED, LATE, START, CLOSED})
 
 
-@dataclass(frozen=True)
-class Case:
-    """A rollout to recompute, and the prompt that it answers (little-endian uint32 token ids)."""
-
-    rollout: StoredRollout
-    prompt: bytes
-
-
 class Auditor:
     """Audits what is waiting, a batch of one root at a time. :meth:`wake` it when there may be something new."""
 
@@ -71,6 +66,8 @@ class Auditor:
         discipline: Discipline,
         child: Supervisor,
         image_of: Callable[[bytes], Path | None],
+        reaudits: Reaudits | None = None,
+        audited_tokens: int = 0,
     ) -> None:
         self._thresholds = thresholds
         self._book = book
@@ -83,6 +80,9 @@ class Auditor:
         self._suspects: dict[RolloutKey, Case] = {}
         self._failures: Counter[RolloutKey] = Counter()
         """By rollout, of the audits that it was part of since the last one that succeeded."""
+        self.reaudits = reaudits or Reaudits(ledger, image_of=image_of, bad={})
+        self.audited_tokens = audited_tokens
+        """Prompt and completion tokens that were recomputed since the run began."""
         self.done = 0
         self.failed = 0
         self.waiting_for = ""
@@ -96,12 +96,18 @@ class Auditor:
         self._suspects[rollout.key] = Case(rollout, prompt)
         self.wake()
 
+    def look_back(self, node: str) -> None:
+        """``node`` is out of the run: its consumed work is audited again, and what fails is counted."""
+        self.reaudits.look_back(node)
+        self.wake()
+
     async def run(self, on_audited: Callable[[], None]) -> None:
         """Audit for ever; ``on_audited`` is called after each round."""
         while True:
+            self._work = trio.Event()
+            await self.reaudits.load()
             batch = self._next_batch()
             if not batch:
-                self._work = trio.Event()
                 await self._work.wait()
                 continue
             try:
@@ -119,11 +125,11 @@ class Auditor:
     def _next_batch(self) -> list[Case]:
         """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects.
 
-        What was part of a failure comes after everything else, one by one.
+        Consumed work of nodes that are out comes next; what was part of a failure comes last, one by one.
         """
         prompts = self._book.groups
         waiting = [Case(r, prompts[r.group_id].prompt.prompt) for r in self._book.pending("auditing")]
-        cases = [*waiting, *self._suspects.values()]
+        cases = [*waiting, *self._suspects.values(), *self.reaudits.cases.values()]
         fresh = [case for case in cases if case.rollout.key not in self._failures]
         if not fresh:
             return cases[:1]
@@ -141,8 +147,10 @@ class Auditor:
     def _settled(self, batch: list[Case]) -> None:
         for case in batch:
             self._suspects.pop(case.rollout.key, None)
+            self.reaudits.settle(case.rollout.key)
             self._failures.pop(case.rollout.key, None)
-        for key in [key for key in self._failures if not self._book.rollout(key) and key not in self._suspects]:
+        kept = self._suspects.keys() | self.reaudits.cases.keys()
+        for key in [key for key in self._failures if not self._book.rollout(key) and key not in kept]:
             del self._failures[key]  # void or stale meanwhile
 
     async def _audit(self, batch: list[Case]) -> None:
@@ -170,9 +178,10 @@ class Auditor:
         if not isinstance(outcomes, list | tuple) or len(outcomes) != len(batch):
             raise ChildFailed("the auditor answered with the wrong number of rollouts")
         for case, outcome in zip(batch, outcomes, strict=True):
-            await self._decide(case.rollout, outcome)
+            await self._decide(case, outcome)
 
-    async def _decide(self, rollout: StoredRollout, outcome: Body) -> None:
+    async def _decide(self, case: Case, outcome: Body) -> None:
+        rollout = case.rollout
         figures = AuditFigures(
             tokens=rollout.num_tokens,
             over_low=int(outcome["over_low"]),  # type: ignore[call-overload]
@@ -181,7 +190,12 @@ class Auditor:
             largest=float(outcome["largest"]),  # type: ignore[arg-type]
         )
         self.done += 1
+        self.audited_tokens += case.num_tokens
         verdict, why = judge_rollout(figures, self._thresholds)
+        if rollout.key in self.reaudits.cases:
+            await self._ledger.commit(_insert_audit(rollout, figures, verdict))
+            self.reaudits.judged(case, verdict)
+            return
         code = "result.sampling"
         node = self._nodes.get(rollout.node)
         if node is not None and verdict == "pass":
@@ -193,11 +207,15 @@ class Auditor:
                 code = "result.drift"
         record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")
         self._nodes.set_record(rollout.node, record)
-        statements = [_insert_audit(rollout, figures, verdict)]
+        statements = [
+            _insert_audit(rollout, figures, verdict),
+            rows.put_node(rollout.node, name=self._nodes.name_of(rollout.node), record=record, wall_time=time.time()),
+        ]
         if verdict == "hard":
             self.failed += 1
             await self._ledger.commit(*statements)
             _log.warning("audit of %s failed: %s", short(rollout.node), why)
+            await self.reaudits.count_consumed(rollout.key)
             await self._discipline.offend(rollout.node, code, detail=why, rollouts=1)
             return
         exact = outcome["exact_logprobs"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rollmesh_learner.records.summary import NodeAccount, RunSummary
+from rollmesh_learner.records.summary import NodeAccount, RunSummary, TrustAccount
 from rollmesh_peer.status.words import count
 from rollmesh_protocol.status import NodeStatus
 
@@ -31,7 +31,7 @@ def read_account(text: str) -> RunSummary:
     """The learner's ``summary.json``, back in its own form."""
     fields = json.loads(text)
     accounts = tuple(NodeAccount(**account) for account in fields.pop("nodes"))
-    return RunSummary(nodes=accounts, **fields)
+    return RunSummary(nodes=accounts, trust=TrustAccount(**fields.pop("trust")), **fields)
 
 
 def summary_of(learner: RunSummary, *, nodes: Mapping[str, NodeStatus | None], wall_s: float) -> dict[str, object]:

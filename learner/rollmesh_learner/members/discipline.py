@@ -29,16 +29,16 @@ class Discipline:
     async def offend(self, peer: str, code: str, *, detail: str, rollouts: int) -> None:
         """``peer`` did something wrong; ``rollouts`` of its samples were refused for it."""
         before = self._nodes.record_of(peer)
-        record = before.offend(code, rollouts=rollouts, detail=detail)
+        wall_time = time.time()
+        record = before.offend(
+            code, rollouts=rollouts, detail=detail, now=wall_time, half_life_s=self._nodes.rules.soft_half_life_s
+        )
         if record == before:  # nothing to hold against it: a flood of these must cost neither disk nor log
             _log.debug("%s: %s (%s)", short(peer), code, detail)
             return
         self._nodes.set_record(peer, record)
-        node = self._nodes.get(peer)
-        name = node.name if node else short(peer)
-        wall_time = time.time()
         statements = [
-            rows.put_node(peer, name=name, record=record, wall_time=wall_time),
+            rows.put_node(peer, name=self._nodes.name_of(peer), record=record, wall_time=wall_time),
             rows.insert_offence(peer, code=code, detail=detail, wall_time=wall_time),
         ]
         _log.info("%s: %s (%s)", short(peer), code, detail)

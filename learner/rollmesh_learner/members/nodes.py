@@ -117,8 +117,17 @@ class Node:
 class Nodes:
     """Everyone who was admitted since the learner started, and the standing of everyone before."""
 
-    def __init__(self, known: dict[str, Record], *, max_nodes: int, rules: StandingRules) -> None:
+    def __init__(
+        self,
+        known: dict[str, Record],
+        *,
+        max_nodes: int,
+        rules: StandingRules,
+        margins: dict[str, list[tuple[int, int, int]]] | None = None,
+    ) -> None:
         self._records = known
+        self._margins = margins or {}
+        """:attr:`Node.recent_margins` of those who are not here."""
         self._nodes: dict[str, Node] = {}
         self._max_nodes = max_nodes
         self.rules = rules
@@ -143,6 +152,7 @@ class Nodes:
         node = self._nodes.get(peer)
         if node is None:
             node = self._nodes[peer] = Node(peer, hello, self.record_of(peer), last_seen=now)
+            node.recent_margins = self._margins.pop(peer, [])
         node.hello = hello
         node.last_seen = now
         return node
@@ -173,6 +183,11 @@ class Nodes:
         """The standing of ``peer``; an empty one for a stranger."""
         node = self._nodes.get(peer)
         return node.record if node else self._records.get(peer, Record())
+
+    def name_of(self, peer: str) -> str:
+        """What people call ``peer``."""
+        node = self._nodes.get(peer)
+        return node.name if node else short(peer)
 
     def standing_of(self, peer: str) -> Standing:
         """The standing of ``peer`` as others are shown it."""
@@ -214,4 +229,5 @@ class Nodes:
     def _forget_gone(self, now: float) -> None:
         for node in self.silent(now):
             self._records[node.peer] = replace(node.record)
+            self._margins[node.peer] = node.recent_margins
             del self._nodes[node.peer]

@@ -4,10 +4,15 @@ A node is new until some of its rollouts have passed an audit, then on probation
 standing; each state has its own audit rate. No good record offsets a hard offence: it ends in quarantine. A soft one
 halves the record, so that the node is audited more again, and several in a row without anything accepted between them
 end in quarantine too.
+
+Time: what soft offences weigh towards quarantine fades with a half-life, and a good record is worth less once nothing
+was accepted of its node for long: whoever has the key then may be somebody else. Quarantine never fades. Times are
+seconds of the wall clock, so that they outlive the process.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -18,6 +23,8 @@ Severity = Literal["none", "soft", "hard"]
 
 SOFT_IN_A_ROW: Final = 8
 """Refused results without one accepted between them, after which a node is out: a broken node wastes leases too."""
+_ROUNDING: Final = 0.5
+"""Offences within an hour or two of each other have faded a little: eight of them are still eight."""
 
 OFFENCES: Final[dict[str, Severity]] = {
     "lease.reused": "hard",
@@ -49,6 +56,10 @@ class StandingRules:
     rate_new: float
     rate_probation: float
     rate_steady: float
+    soft_half_life_s: float = 86_400.0
+    """After so long a soft offence weighs half as much towards quarantine."""
+    away_s: float = 7 * 86_400.0
+    """A node of which nothing was accepted for longer is on probation again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,11 @@ class Record:
     rejected: int = 0
     audited: int = 0
     passed: int = 0
-    soft_in_a_row: int = 0
+    soft_in_a_row: float = 0.0
+    """Soft offences since a result was accepted, each worth less the longer ago it was; as of ``soft_at``."""
+    soft_at: float = 0.0
+    worked_at: float = 0.0
+    """When a result was last accepted; 0 where it is not known."""
     quarantined_for: str = ""
 
     @property
@@ -67,23 +82,26 @@ class Record:
         """True for a node that is out of the run."""
         return bool(self.quarantined_for)
 
-    def accept(self, rollouts: int) -> Record:
-        """After ``rollouts`` more were accepted."""
-        return replace(self, accepted=self.accepted + rollouts, soft_in_a_row=0)
+    def accept(self, rollouts: int, *, now: float = 0.0) -> Record:
+        """After ``rollouts`` more were accepted at ``now``."""
+        return replace(self, accepted=self.accepted + rollouts, soft_in_a_row=0.0, worked_at=max(now, self.worked_at))
 
     def audit(self, *, passed: bool) -> Record:
         """After one more rollout was audited."""
         return replace(self, audited=self.audited + 1, passed=self.passed + int(passed))
 
-    def offend(self, code: str, *, rollouts: int, detail: str = "") -> Record:
-        """After ``rollouts`` were refused with ``code``."""
+    def offend(
+        self, code: str, *, rollouts: int, detail: str = "", now: float = 0.0, half_life_s: float = math.inf
+    ) -> Record:
+        """After ``rollouts`` were refused with ``code`` at ``now``."""
         severity = OFFENCES.get(code, "soft")
         worse = replace(self, rejected=self.rejected + rollouts)
         if severity == "none":
             return worse
-        in_a_row = self.soft_in_a_row + 1
-        worse = replace(worse, passed=self.passed // 2, soft_in_a_row=in_a_row)
-        if severity == "hard" or in_a_row >= SOFT_IN_A_ROW:
+        faded = 0.5 ** (max(0.0, now - self.soft_at) / half_life_s)
+        in_a_row = faded * self.soft_in_a_row + 1
+        worse = replace(worse, passed=self.passed // 2, soft_in_a_row=in_a_row, soft_at=max(now, self.soft_at))
+        if severity == "hard" or in_a_row > SOFT_IN_A_ROW - _ROUNDING:
             reason = f"{code}: {detail}" if detail else code
             return replace(worse, quarantined_for=self.quarantined_for or reason[:500])
         return worse
@@ -96,6 +114,18 @@ def state_of(record: Record, rules: StandingRules) -> State:
     if record.passed < rules.new_rollouts:
         return "new"
     return "probation" if record.passed < rules.probation_rollouts else "full"
+
+
+def after_absence(record: Record, rules: StandingRules, *, now: float) -> Record:
+    """The record of a node that is heard of at ``now``: after a long absence, full standing has to be earned again."""
+    if not record.worked_at or now - record.worked_at <= rules.away_s:
+        return record
+    return replace(record, passed=min(record.passed, rules.new_rollouts), worked_at=now)
+
+
+def is_steady(record: Record, rules: StandingRules) -> bool:
+    """True in full standing: no cap, no throttle, and few audits."""
+    return state_of(record, rules) == "full"
 
 
 def audit_rate(record: Record, rules: StandingRules) -> float:

@@ -20,6 +20,7 @@ from rollmesh_learner.members.admission import (
     open_invite,
 )
 from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.standing import after_absence
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger
@@ -95,6 +96,7 @@ class WelcomeDesk:
         observed = link.address if link else ""
         await self._check(peer, hello, observed)
         node = self._nodes.admit(peer, hello, now=now)
+        self._nodes.set_record(peer, after_absence(node.record, self._nodes.rules, now=time.time()))
         self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
         self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
         if is_new:

@@ -29,9 +29,13 @@ from rollmesh_protocol.messages import Head
 _log = logging.getLogger("rollmesh.learner.restore")
 
 _LIVE: Final = "('scoring', 'auditing', 'ready')"
+ROLLOUT_COLUMNS: Final = (
+    "r.lease_id, r.sample, r.group_id, r.node, r.version, r.step, r.root, r.seed, r.tokens, r.logprobs, r.finish,"
+    " r.drawn, r.reward, r.exact_logprobs, r.state"
+)
+"""What :func:`read_rollout` reads, of ``rollouts r``."""
 _WAITING: Final = (
-    "SELECT lease_id, sample, r.group_id, node, version, r.step, root, seed, tokens, logprobs, finish, drawn,"  # noqa: S608
-    " reward, exact_logprobs, r.state FROM rollouts r JOIN groups g ON g.group_id = r.group_id"
+    f"SELECT {ROLLOUT_COLUMNS} FROM rollouts r JOIN groups g ON g.group_id = r.group_id"  # noqa: S608 - a constant
     f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
 )
 _LEASE: Final = "lease_id, node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
@@ -125,13 +129,20 @@ async def _load(ledger: Ledger, *, samples: int, now: float) -> tuple[list[Group
     leases = [_read_lease(row, now=now) for row in found]
     for lease in leases:
         _place_lease(groups, lease)
+    for lease_id, node, group_id, indices in await ledger.fetch(
+        "SELECT lease_id, node, l.group_id, samples FROM leases l JOIN groups g ON g.group_id = l.group_id"
+        " WHERE g.state = 'live' AND l.state IN ('returned', 'expired')"
+    ):
+        for index in blob(indices):
+            groups[number(group_id)].samples[index].abandoned.append((blob(lease_id), str(node)))
     return list(groups.values()), leases
 
 
-def _place_rollout(groups: dict[int, Group], row: Row) -> None:
+def read_rollout(row: Row) -> StoredRollout:
+    """A rollout from its :data:`ROLLOUT_COLUMNS`."""
     (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish, drawn, reward, exact,
      state) = row  # fmt: skip
-    rollout = StoredRollout(
+    return StoredRollout(
         lease_id=blob(lease_id),
         sample=number(sample),
         group_id=number(group_id),
@@ -148,6 +159,10 @@ def _place_rollout(groups: dict[int, Group], row: Row) -> None:
         exact_logprobs=None if exact is None else blob(exact),
         state=str(state),  # type: ignore[arg-type]
     )
+
+
+def _place_rollout(groups: dict[int, Group], row: Row) -> None:
+    rollout = read_rollout(row)
     place = groups[rollout.group_id].samples[rollout.sample]
     place.state = "filled"
     place.lease_id = rollout.lease_id

@@ -67,12 +67,15 @@ def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
 
 
 def update_rollout(rollout: StoredRollout, *, score_error: str | None = None) -> Statement:
-    """A rollout was scored or audited."""
+    """A rollout was scored, drawn or audited."""
     return Statement(
-        "UPDATE rollouts SET state = ?, reward = ?, exact_logprobs = ?, score_error = coalesce(?, score_error)"
-        " WHERE lease_id = ? AND sample = ?",
-        (rollout.state, rollout.reward, rollout.exact_logprobs, score_error, rollout.lease_id, rollout.sample),
-    )
+        "UPDATE rollouts SET state = ?, drawn = ?, reward = ?, exact_logprobs = ?,"
+        " score_error = coalesce(?, score_error) WHERE lease_id = ? AND sample = ?",
+        (
+            rollout.state, int(rollout.drawn), rollout.reward, rollout.exact_logprobs, score_error, rollout.lease_id,
+            rollout.sample,
+        ),
+    )  # fmt: skip
 
 
 def assign_rollouts(rollouts: Sequence[StoredRollout], *, step: int) -> list[Statement]:

@@ -6,9 +6,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rollmesh_learner.audit.drawing import MEANS
 from rollmesh_learner.members.standing import Record
-from rollmesh_learner.records import restore
+from rollmesh_learner.records import audits, restore
 from rollmesh_learner.records.ledger import Ledger, number, real
+from rollmesh_learner.work.lengths import Fate
 from rollmesh_peer.weights.durable import write_file
 
 
@@ -21,6 +23,21 @@ class NodeAccount:
     accepted: int
     rejected: int
     tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustAccount:
+    """What checking cost, and what it found too late. Tokens include prompts; shares are of what was accepted."""
+
+    audited_tokens: int
+    work_tokens: int
+    audited_share: float | None
+    audited_share_steady: float | None
+    """The same of nodes in full standing alone: what audits cost once a run has settled."""
+    consumed_bad: dict[str, int]
+    """Step -> rollouts that it trained on and that failed an audit afterwards."""
+    lengths: dict[str, dict[Fate, int]]
+    """Least tokens of a bucket (a power of two) -> completions consumed and dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +58,7 @@ class RunSummary:
     bubble_fraction: float
     rollouts: dict[str, int]
     """How many rollouts are in each state: their sum is everything that was ever acknowledged."""
+    trust: TrustAccount
     checkpoint: str | None
 
 
@@ -62,7 +80,7 @@ async def summarise(
     rewards = [float(line["reward"]) for line in metrics]
     ((versions,),) = await ledger.fetch("SELECT count(*) FROM versions WHERE state IN ('published', 'orphaned')")
     ((patch_bytes,),) = await ledger.fetch("SELECT avg(payload_bytes) FROM versions WHERE version > 1")
-    audits = {
+    verdicts = {
         str(verdict): number(count)
         for verdict, count in await ledger.fetch("SELECT verdict, count(*) FROM audits GROUP BY verdict")
     }
@@ -75,12 +93,26 @@ async def summarise(
         versions_published=number(versions),
         patch_bytes_mean=None if patch_bytes is None else real(patch_bytes),
         full_bytes=full_bytes,
-        audits_done=sum(audits.values()),
-        audits_failed=audits.get("hard", 0),
+        audits_done=sum(verdicts.values()),
+        audits_failed=verdicts.get("hard", 0),
         staleness_max=max((int(line["age_max"]) for line in metrics), default=None),
         bubble_fraction=bubble_fraction,
         rollouts=await restore.accounts(ledger),
+        trust=await _trust(ledger),
         checkpoint=str(checkpoint) if checkpoint else None,
+    )
+
+
+async def _trust(ledger: Ledger) -> TrustAccount:
+    tokens = await audits.audit_tokens(ledger)
+    means = await audits.draw_means(ledger, MEANS)
+    return TrustAccount(
+        audited_tokens=tokens.audited,
+        work_tokens=tokens.work,
+        audited_share=tokens.audited / tokens.work if tokens.work else None,
+        audited_share_steady=means.drawn_tokens / means.work_tokens if means and means.work_tokens else None,
+        consumed_bad={str(step): bad for step, bad in (await audits.consumed_bad(ledger)).items()},
+        lengths={str(bucket): row for bucket, row in (await audits.lengths(ledger)).items()},
     )
 
 

@@ -7,17 +7,20 @@ change durable; the caller commits them before anyone outside hears of it. The r
 - A batch takes complete groups in the order in which they were leased, never in order of completion, because
   completion order favours short answers.
 - A group whose oldest rollout would be older than S when consumed is dropped whole.
+- Below full standing no node makes more than its share of a batch (:mod:`rollmesh_learner.work.caps`).
 - No more groups are ordered than can still be consumed within S (:mod:`rollmesh_protocol.staleness`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Statement
+from rollmesh_learner.work import lengths
+from rollmesh_learner.work.caps import Room, choose_batch
 from rollmesh_learner.work.groups import (
     Group,
     LeaseRecord,
@@ -60,8 +63,17 @@ class Offer:
 class Book:
     """The state of all work of a run."""
 
-    def __init__(self, rules: Rules, *, next_group: int = 0, next_step: int = 0) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        next_group: int = 0,
+        next_step: int = 0,
+        share_of: Callable[[str], float] = lambda _node: 1.0,
+    ) -> None:
         self.rules = rules
+        self.share_of = share_of
+        """The largest share of a batch that a node may have."""
         self.next_group = next_group
         """The id of the next new group: ids are never used twice, and each is also an index into the prompts."""
         self.next_step = next_step
@@ -76,6 +88,8 @@ class Book:
         """True while the ledger is being brought back to a checkpoint: nothing is ordered, taken in or trained on."""
         self._ended: deque[bytes] = deque()
         self._rollouts: dict[RolloutKey, StoredRollout] = {}
+        self._next_batch: tuple[list[Group], int] = [], 0
+        """What :meth:`batch_is_ready` looked at last, and how much of it is above a share."""
 
     # --- leasing -----------------------------------------------------------------------------------------------------
     def budget(self, held: Head) -> int:
@@ -96,32 +110,53 @@ class Book:
     def offers(self, node: str, *, held: Head, samples: int, groups: int, now: float) -> list[Offer]:
         """Up to ``groups`` pieces of work of together at most ``samples`` samples that ``node`` may have now.
 
-        Open samples of groups that are under way come first, oldest group first: they hold a batch up.
+        Open samples of groups that are under way come first, oldest group first: they hold a batch up. A new group is
+        split where the node's share of its batch is smaller.
         """
         offers: list[Offer] = []
         if not self.is_young(held.step):
             return []
-        for group in self.groups.values():
+        room = self._room(node)
+        for position, group in enumerate(self.groups.values()):
             if len(offers) >= groups:
                 return offers
             free = [s.index for s in group.samples if s.state == "open" and _may_have(s, node, now)]
-            free = free[: max(0, samples)]
+            free = free[: max(0, min(samples, room.of_group(position, group)))]
             if free:
                 offers.append(Offer(group, tuple(free), is_new=False))
                 samples -= len(free)
+                room.took(position, len(free))
         new_groups = self.budget(held)
-        size = self.rules.samples_per_group
-        while len(offers) < groups and new_groups > 0 and samples >= size and self.prompts:
+        while len(offers) < groups and new_groups > 0 and self.prompts:
+            position = len(self.groups)
+            size = min(self.rules.samples_per_group, room.of_batch(position))
+            if size < 1 or samples < size:
+                break
             prompt = self.prompts.popleft()
             self.next_group += 1
             if prompt is None:
                 continue
-            group = Group(self.next_group - 1, prompt, [Sample(i) for i in range(size)])
+            group = Group(self.next_group - 1, prompt, [Sample(i) for i in range(self.rules.samples_per_group)])
             self.groups[group.group_id] = group
             offers.append(Offer(group, tuple(range(size)), is_new=True))
             new_groups -= 1
             samples -= size
+            room.took(position, size)
         return offers
+
+    def _room(self, node: str) -> Room:
+        return Room(
+            node,
+            list(self.groups.values()),
+            groups_per_step=self.rules.groups_per_step,
+            samples_per_group=self.rules.samples_per_group,
+            share=self.share_of(node),
+            lease_nodes=self._lease_node,
+        )
+
+    def _lease_node(self, lease_id: bytes) -> str:
+        lease = self.leases.get(lease_id)
+        return lease.node if lease is not None else ""
 
     def lease(self, offer: Offer, record: LeaseRecord, *, wall_time: float) -> list[Statement]:
         """``record`` is given out for ``offer``."""
@@ -166,6 +201,8 @@ class Book:
             sample = group.samples[index]
             if sample.state == "leased" and sample.lease_id == lease.lease_id:
                 sample.reopen(not_for=lease.node, until=until)
+                if lease.state in ("returned", "expired"):
+                    sample.abandoned.append((lease.lease_id, lease.node))
 
     def _remember_ended(self, lease: LeaseRecord) -> None:
         self._ended.append(lease.lease_id)
@@ -223,13 +260,25 @@ class Book:
         return self._rollouts.get(key)
 
     def score(self, key: RolloutKey, reward: float, *, error: str | None) -> list[Statement]:
-        """The reward of a rollout is known."""
+        """The reward of a rollout is known; it counts once :meth:`draw` has told whether it is audited."""
         rollout = self._rollouts.get(key)
         if rollout is None or rollout.state != "scoring":
             return []
         rollout.reward = reward
-        rollout.state = "auditing" if rollout.drawn else "ready"
         return [rows.update_rollout(rollout, score_error=error)]
+
+    def unscored(self) -> Iterable[StoredRollout]:
+        """Rollouts whose reward is not known yet, in group order."""
+        return (rollout for rollout in self.pending("scoring") if rollout.reward is None)
+
+    def draw(self, key: RolloutKey, *, drawn: bool) -> list[Statement]:
+        """Whether a scored rollout is audited before it counts: said once, and final."""
+        rollout = self._rollouts.get(key)
+        if rollout is None or rollout.state != "scoring" or rollout.reward is None:
+            return []
+        rollout.drawn = drawn
+        rollout.state = "auditing" if drawn else "ready"
+        return [rows.update_rollout(rollout)]
 
     def pass_audit(self, key: RolloutKey, exact_logprobs: bytes) -> list[Statement]:
         """The audit of a rollout found nothing; its exact log-probabilities are known now."""
@@ -282,17 +331,18 @@ class Book:
                     self._rollouts.pop(sample.rollout.key, None)
                     self.tally.stale += 1
                     self.tally.tokens_wasted += sample.rollout.num_tokens
+                    lengths.add(self.tally.lengths, "dropped", sample.rollout.num_tokens)
                     statements += rows.end_rollouts([sample.rollout], "stale")
         return statements
 
     def batch_is_ready(self) -> bool:
-        """True when the first groups in lease order, as many as a step takes, are all complete."""
-        first = self._first_groups()
-        return len(first) == self.rules.groups_per_step and all(group.is_complete for group in first)
+        """True when the first groups in lease order that keep the shares, as many as a step takes, are complete."""
+        self._next_batch = self._next_groups()
+        return self._is_whole(self._next_batch[0])
 
     def waits_for(self) -> str:
         """In words, what the next batch still lacks."""
-        first = self._first_groups()
+        first, _ = self._next_groups()
         counts = {"open": 0, "leased": 0, "scoring": 0, "auditing": 0}
         for sample in (sample for group in first for sample in group.samples):
             if sample.rollout is None:
@@ -306,8 +356,17 @@ class Book:
         return f"the batch of step {self.next_step} lacks: {', '.join(words) or 'nothing'}"
 
     def assemble(self, *, wall_time: float) -> tuple[list[Group], list[Statement]]:
-        """Take the next batch and assign it to ``next_step``, which moves on. Call when :meth:`batch_is_ready`."""
-        batch = self._first_groups()
+        """Take the next batch and assign it to ``next_step``, which moves on. Call when :meth:`batch_is_ready`.
+
+        Raises:
+            ValueError: the batch is not complete.
+        """
+        # The batch that was looked at: by now the shares may say another one, which need not be complete.
+        batch, over_cap = self._next_batch if self._is_whole(self._next_batch[0]) else self._next_groups()
+        if not self._is_whole(batch):
+            raise ValueError("a batch was taken before it was complete")
+        self._next_batch = [], 0
+        self.tally.over_cap += over_cap
         step = self.next_step
         self.next_step += 1
         statements = [rows.insert_step(step, wall_time=wall_time)]
@@ -321,6 +380,7 @@ class Book:
                 rollout.state = "assigned"
                 self._rollouts.pop(rollout.key, None)
                 self.tally.consumed += 1
+                lengths.add(self.tally.lengths, "consumed", rollout.num_tokens)
                 how_old = age(consuming_step=step, weights_step=rollout.step)
                 self.tally.ages[how_old] = self.tally.ages.get(how_old, 0) + 1
         return batch, statements
@@ -356,13 +416,18 @@ class Book:
         self.leases.update((lease.lease_id, lease) for lease in leases)
         self.is_suspended = False
 
-    def _first_groups(self) -> list[Group]:
-        first: list[Group] = []
-        for group in self.groups.values():
-            first.append(group)
-            if len(first) == self.rules.groups_per_step:
-                break
-        return first
+    def _is_whole(self, batch: list[Group]) -> bool:
+        return len(batch) == self.rules.groups_per_step and all(
+            group.is_complete and group.group_id in self.groups for group in batch
+        )
+
+    def _next_groups(self) -> tuple[list[Group], int]:
+        return choose_batch(
+            list(self.groups.values()),
+            size=self.rules.groups_per_step,
+            share_of=self.share_of,
+            lease_nodes=self._lease_node,
+        )
 
 
 def _may_have(sample: Sample, node: str, now: float) -> bool:

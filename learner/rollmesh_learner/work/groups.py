@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollmesh_learner.work.lengths import Fate
+
 SampleState = Literal["open", "leased", "filled"]
 GroupState = Literal["live", "assigned", "consumed", "dropped"]
 LeaseState = Literal["open", "done", "refused", "returned", "expired", "void"]
@@ -44,7 +46,7 @@ class StoredRollout:
     logprobs: bytes
     finish: str
     drawn: bool
-    """Whether it was drawn for audit: then it is consumed only after its verdict."""
+    """Whether it was drawn for audit: then it is consumed only after its verdict. Says nothing yet while scoring."""
     reward: float | None = None
     exact_logprobs: bytes | None = None
     state: RolloutState = "scoring"
@@ -69,6 +71,8 @@ class Sample:
     not_for: str = ""
     """The node whose lease on it died; others are preferred until ``not_for_until``."""
     not_for_until: float = 0.0
+    abandoned: list[tuple[bytes, str]] = field(default_factory=list)
+    """Leases on it that ran out or came back, with the node of each."""
 
     def reopen(self, *, not_for: str = "", until: float = 0.0) -> None:
         """Back to unfilled: to be leased again, with the same seed."""
@@ -140,3 +144,7 @@ class Tally:
     tokens_wasted: int = 0
     ages: dict[int, int] = field(default_factory=dict)
     """Age in steps -> rollouts consumed at that age."""
+    over_cap: int = 0
+    """Rollouts consumed although their node had more of the batch than its share: nobody else had work under way."""
+    lengths: dict[int, dict[Fate, int]] = field(default_factory=dict)
+    """Completions consumed and dropped, by bucket of lengths (:mod:`rollmesh_learner.work.lengths`)."""

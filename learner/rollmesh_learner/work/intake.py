@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import trio
 from blake3 import blake3
 
-from rollmesh_learner.audit.draw import is_drawn
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Node, Nodes
-from rollmesh_learner.members.standing import audit_rate
+from rollmesh_learner.members.standing import after_absence
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger
@@ -42,7 +41,6 @@ class IntakeTerms:
 
     run: str
     seed_key: bytes
-    audit_key: bytes
     vocabulary: int
     stop_tokens: frozenset[int]
     max_new_tokens: int
@@ -70,6 +68,8 @@ class Intake:
         self._discipline = discipline
         self._on_accepted = on_accepted
         self._in_commit: dict[bytes, trio.Event] = {}
+        self._decided = 0
+        """How many results were decided on."""
 
     async def submit(self, peer: str, request: bytes) -> bytes:
         """One sealed :class:`Result` and its :class:`Receipt`."""
@@ -104,6 +104,7 @@ class Intake:
             return await self._decide(node, lease, result, digest=digest)
         finally:
             del self._in_commit[lease.lease_id]
+            self._decided += 1
             done.set()
 
     async def _find(self, lease_id: bytes) -> LeaseRecord | None:
@@ -112,10 +113,12 @@ class Intake:
             while lease_id in self._in_commit:
                 await self._in_commit[lease_id].wait()
             lease = self._book.leases.get(lease_id)
+            decided = self._decided
             old = await recall_lease(self._ledger, lease_id) if lease is None else None
             if self._book.is_suspended:
                 raise Refused("request.busy", "the learner is going back to a checkpoint")
-            if lease_id not in self._in_commit:
+            # The ledger may have read the lease and written a result for it in one transaction, in this order.
+            if lease_id not in self._in_commit and (old is None or decided == self._decided):
                 return self._book.leases.get(lease_id, old)
 
     async def _decide(self, node: Node, lease: LeaseRecord, result: Result, *, digest: bytes) -> bytes:
@@ -137,7 +140,8 @@ class Intake:
         node.delivered(
             samples=len(stored), tokens=sum(r.num_tokens for r in stored), issued_at=lease.issued_at, now=now
         )
-        record = node.record.accept(len(stored))
+        wall_time = time.time()
+        record = after_absence(node.record, self._nodes.rules, now=wall_time).accept(len(stored), now=wall_time)
         self._nodes.set_record(node.peer, record)
         receipt = Receipt(
             lease_id=lease.lease_id,
@@ -147,7 +151,6 @@ class Intake:
             head=self._versions.head,
             standing=self._nodes.standing_of(node.peer),
         ).encode()
-        wall_time = time.time()
         statements = self._book.fill(lease, stored, digest=digest, receipt=receipt, wall_time=wall_time)
         await self._ledger.commit(
             *statements, rows.put_node(node.peer, name=node.name, record=record, wall_time=wall_time)
@@ -195,12 +198,6 @@ class Intake:
         return seed_of(self._terms.seed_key, run=self._terms.run, group=group, sample=sample)
 
     def _to_store(self, rollout: Rollout, node: Node, lease: LeaseRecord) -> StoredRollout:
-        drawn = is_drawn(
-            self._terms.audit_key,
-            lease_id=lease.lease_id,
-            sample=rollout.index,
-            rate=audit_rate(node.record, self._nodes.rules),
-        )
         return StoredRollout(
             lease_id=lease.lease_id,
             sample=rollout.index,
@@ -213,5 +210,5 @@ class Intake:
             tokens=rollout.tokens.tobytes(),
             logprobs=rollout.logprobs.tobytes(),
             finish=rollout.finish,
-            drawn=drawn,
+            drawn=False,
         )

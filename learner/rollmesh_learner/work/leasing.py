@@ -17,10 +17,13 @@ from typing import Final
 import trio
 
 from rollmesh_learner.members.nodes import Node, Nodes
+from rollmesh_learner.members.shares import Shares
+from rollmesh_learner.members.standing import audit_rate, is_steady
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records.ledger import Ledger, Statement
 from rollmesh_learner.work.book import Book, Offer
 from rollmesh_learner.work.groups import LeaseRecord
+from rollmesh_learner.work.throttle import audit_allowance
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
@@ -35,6 +38,7 @@ _WAIT_FOR_WEIGHTS_S: Final = 0.5
 _WAIT_FOR_WORK_S: Final = 0.5
 """Short, because the next step may free a whole batch of work; an answer costs a few hundred bytes."""
 _WATCH_S: Final = 1.0
+_AUDITS_BEHIND: Final = "audits, which are behind: until they catch up, nodes below full standing get less work"
 WEIGHTS_MOVED_ON: Final = "node.weights"
 """The code of leases that came back because the node had newer weights by then: no reason to prefer others, where
 there are newer weights; and then it gets no more for the old ones, or it could hold work up by taking it to and fro."""
@@ -65,6 +69,7 @@ class LeaseDesk:
         versions: Versions,
         ledger: Ledger,
         is_over: Callable[[], bool],
+        shares: Shares,
         on_heard: Callable[[Node], None] = lambda _node: None,
     ) -> None:
         self._terms = terms
@@ -74,6 +79,7 @@ class LeaseDesk:
         self._versions = versions
         self._ledger = ledger
         self._is_over = is_over
+        self._shares = shares
         self._on_heard = on_heard
 
     async def lease(self, peer: str, request: bytes) -> bytes:
@@ -157,9 +163,11 @@ class LeaseDesk:
         if allowance - holding < 1:
             why = f"its results for {holding} samples; more work comes as they arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
-        offers = self._book.offers(node.peer, held=held, samples=allowance - holding, groups=groups, now=now)
+        left = self._audited(node, allowance, holding=holding, now=now) - holding
+        offers = self._book.offers(node.peer, held=held, samples=left, groups=groups, now=now)
         if not offers:
-            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=self._why_no_work(held))
+            why = self._why_no_work(held, node=node.peer) if left == allowance - holding else _AUDITS_BEHIND
+            return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
         statements: list[Statement] = []
         sealed = []
         for offer in offers:
@@ -170,6 +178,19 @@ class LeaseDesk:
         fault_point("lease.committed")
         return tuple(sealed), None
 
+    def _audited(self, node: Node, allowance: int, *, holding: int, now: float) -> int:
+        """What is left of ``allowance`` while audits are behind; everything in full standing."""
+        rules = self._nodes.rules
+        if is_steady(node.record, rules):
+            return allowance
+        return audit_allowance(
+            allowance,
+            holding=holding,
+            rate=audit_rate(node.record, rules),
+            load=self._shares.load(now=now),
+            least=self._book.rules.samples_per_group,
+        )
+
     def _fair_share(self, held: Head, *, now: float) -> int:
         """No node may hold so much that the other active ones find nothing to do."""
         rules = self._book.rules
@@ -177,7 +198,10 @@ class LeaseDesk:
         groups = math.ceil(steps * rules.groups_per_step / max(1, len(self._nodes.active(now))))
         return max(1, groups) * rules.samples_per_group
 
-    def _why_no_work(self, held: Head) -> str:
+    def _why_no_work(self, held: Head, *, node: str) -> str:
+        share = self._book.share_of(node)
+        if share < 1 and self._book.prompts and self._book.budget(held):
+            return f"others: below full standing a node makes at most {share:.0%} of a batch"
         if not self._book.prompts and self._book.budget(held):
             return "prompts, which the learner is preparing"
         if held.version < self._versions.head.version:

@@ -1,7 +1,8 @@
 """Rewards: every accepted rollout is turned into text and scored, by children, before it counts for anything.
 
 The text of an answer is hostile code to a scorer, so scoring happens in the sandbox child. An environment that raises
-or hangs makes one rollout without reward, never a dead run; that is an outcome, and it is written down.
+or hangs makes one rollout without reward, never a dead run; that is an outcome, and it is written down. The draw for
+audit follows from the rewards, and is in the ledger with them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Final
 
 import trio
 
-from rollmesh_learner.records.ledger import Ledger
+from rollmesh_learner.audit.drawing import Drawer
+from rollmesh_learner.records.ledger import Ledger, Statement
 from rollmesh_learner.work.book import Book
 from rollmesh_learner.work.groups import StoredRollout
 from rollmesh_peer.children.confinement import AnswerLimits
@@ -37,13 +39,21 @@ class Scorer:
     """The loop from accepted to scored. :meth:`wake` it when there is something new."""
 
     def __init__(
-        self, *, book: Book, ledger: Ledger, prompter: Supervisor, sandbox: Supervisor, limits: AnswerLimits
+        self,
+        *,
+        book: Book,
+        ledger: Ledger,
+        prompter: Supervisor,
+        sandbox: Supervisor,
+        limits: AnswerLimits,
+        drawer: Drawer,
     ) -> None:
         self._book = book
         self._ledger = ledger
         self._prompter = prompter
         self._sandbox = sandbox
         self._limits = limits
+        self._drawer = drawer
         self._work = trio.Event()
         self.waiting_for = ""
 
@@ -54,10 +64,10 @@ class Scorer:
     async def run(self, on_scored: Callable[[], None]) -> None:
         """Score for ever; ``on_scored`` is called after each round."""
         while True:
-            waiting = one_round(self._book.pending("scoring"))
+            waiting = one_round(self._book.unscored())
             if not waiting:
                 self._work = trio.Event()
-                if not any(True for _ in self._book.pending("scoring")):
+                if not any(True for _ in self._book.unscored()):
                     await self._work.wait()
                 continue
             try:
@@ -83,11 +93,14 @@ class Scorer:
                 continue
             item = Item.from_plain(json.loads(group.prompt.item))
             scores = await self._scores(group.prompt.environment, item, [text for _, text in members])
-            statements = []
+            statements: list[Statement] = []
             for (rollout, _), outcome in zip(members, scores, strict=True):
                 if outcome.error:
                     _log.info("an answer to group %d could not be scored: %s", group_id, outcome.error)
                 statements += self._book.score(rollout.key, outcome.reward, error=outcome.error)
+            group = self._book.groups.get(group_id)  # the book may have gone back to a checkpoint meanwhile
+            if group is not None:
+                statements += self._drawer.decide(group)
             await self._ledger.commit(*statements)
 
     async def _scores(self, environment: int, item: Item, answers: list[str]) -> tuple[Score, ...]:

@@ -16,11 +16,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh_peer.status.words import ABSENT, ago, clean, count, duration, rate, share, size
+from rollmesh_peer.status.words import ABSENT, ago, clean, count, duration, percent, rate, share, size
 from rollmesh_protocol import limits
 from rollmesh_protocol.identity import short
 from rollmesh_protocol.messages import Standing
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus, StatusAnswer
+from rollmesh_protocol.status import (
+    LengthStatus,
+    NodeStatus,
+    PeerStatus,
+    RunStatus,
+    SpreadStatus,
+    StatusAnswer,
+    TrustStatus,
+)
 
 STANDING_STYLES: Final = {"new": "default", "probation": "yellow", "full": "green", "quarantined": "bold red"}
 WAIT_CHARS: Final = 60
@@ -66,7 +74,8 @@ def _run(run: RunStatus, *, width: int) -> list[RenderableType]:
         ("reward", Text(reward)),
         ("groups", Text(f"{count(run.groups_leased)} leased, {count(run.groups_ready)} ready")),
         ("rollouts", _outcome(run.rollouts_accepted, run.rollouts_rejected)),
-        ("audits", _audits(run.audits_done, run.audits_failed)),
+        ("audits", _audits(run)),
+        *_trust(run.trust),
         ("bubble", Text(f"{100 * run.bubble_fraction:.1f} %")),
         *((title, Text(clean(sentence))) for title, sentence in map(_child, run.children)),
     ]
@@ -146,7 +155,7 @@ def _waiting(peer: PeerStatus) -> str:
         return f"gone, last seen {ago(peer.last_seen_s)}"
     if peer.standing.state == "quarantined" and peer.standing.reason:
         return clean(peer.standing.reason, limit=WAIT_CHARS)
-    return clean(peer.waiting_for, limit=WAIT_CHARS)
+    return clean(peer.waiting_for or peer.withheld, limit=WAIT_CHARS)
 
 
 # --- one node --------------------------------------------------------------------------------------------------------
@@ -238,8 +247,37 @@ def _outcome(accepted: int, rejected: int) -> Text:
     return Text.assemble(f"{count(accepted)} accepted, ", (f"{count(rejected)} rejected", "red" if rejected else ""))
 
 
-def _audits(done: int, failed: int) -> Text:
-    return Text.assemble(f"{count(done)} done, ", (f"{count(failed)} failed", "red" if failed else ""))
+def _audits(run: RunStatus) -> Text:
+    trust, failed = run.trust, run.audits_failed
+    text = Text.assemble(f"{count(run.audits_done)} done, ", (f"{count(failed)} failed", "red" if failed else ""))
+    if trust.audits_waiting:
+        text.append(f", {count(trust.audits_waiting)} waiting (at most {count(trust.audits_most)})")
+    if trust.work_tokens:
+        text.append(f"; {percent(trust.audited_tokens, trust.work_tokens)} of all tokens")
+    if trust.steady_work_tokens:
+        text.append(f", {percent(trust.steady_audited_tokens, trust.steady_work_tokens)} in full standing")
+    return text
+
+
+def _trust(trust: TrustStatus) -> list[tuple[str, Text]]:
+    """What went wrong, and how long the dropped answers were beside the consumed ones; nothing where nothing was."""
+    facts = []
+    if trust.consumed_bad or trust.reaudits_waiting:
+        steps = f", in steps {', '.join(map(str, trust.consumed_bad_steps))}" if trust.consumed_bad_steps else ""
+        left = f"; {count(trust.reaudits_waiting)} to look at again" if trust.reaudits_waiting else ""
+        style = "red" if trust.consumed_bad else ""
+        facts.append(("consumed", Text(f"{count(trust.consumed_bad)} rollouts failed later{steps}{left}", style=style)))
+    if trust.over_cap:
+        facts.append(("shares", Text(f"{count(trust.over_cap)} rollouts above their node's share of a batch")))
+    if any(row.dropped for row in trust.lengths):
+        facts.append(("dropped", Text(_lengths(trust.lengths))))
+    return facts
+
+
+def _lengths(rows: Iterable[LengthStatus]) -> str:
+    """``8+ tokens 25 of 325``: dropped of all, by length."""
+    return ", ".join(f"{count(row.tokens)}+ tokens {count(row.dropped)} of {count(row.dropped + row.consumed)}"
+                     for row in rows)  # fmt: skip
 
 
 def _standing(standing: Standing, *, reason: bool = False) -> Text:

@@ -75,3 +75,8 @@ def rate(per_s: float) -> str:
 def share(part: int, whole: int) -> str:
     """``80 %``; a dash of nothing."""
     return f"{100 * part / whole:.0f} %" if whole else ABSENT
+
+
+def percent(part: int, whole: int) -> str:
+    """``3.1 %``, for shares that are small; a dash of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else ABSENT

@@ -51,7 +51,7 @@ from rollmesh_protocol.messages import (
     Welcome,
 )
 from rollmesh_protocol.rollout import Result, check_result
-from rollmesh_protocol.status import RunStatus, StatusAnswer, StatusRequest
+from rollmesh_protocol.status import RunStatus, StatusAnswer, StatusRequest, TrustStatus
 
 QUOTA_BYTES: Final = 64 * limits.MIB
 SEED_KEY: Final = b"fake learner's 32-byte seed key."
@@ -321,14 +321,20 @@ class FakeLearner:
             run=self.card.run, name=self.card.name, learner=self.card.learner, software="fake", state="scripted",
             head=self.head, head_bytes=0, model_bytes=0, spread=(), step=self.head.step, steps=0, mean_reward=None,
             groups_leased=len(self.open), groups_ready=0, rollouts_accepted=len(self.heard.accepted),
-            rollouts_rejected=0, audits_done=0, audits_failed=0, bubble_fraction=0.0, uptime_s=0.0, children=(),
-            peers=(), page=0, pages=1,
+            rollouts_rejected=0, audits_done=0, audits_failed=0, trust=_NO_TRUST, bubble_fraction=0.0, uptime_s=0.0,
+            children=(), peers=(), page=0, pages=1,
         )  # fmt: skip
         return StatusAnswer(run=run, node=None).encode()
 
     def _require(self, peer: str) -> None:
         if peer not in self._admitted:
             raise Refused("node.not_admitted")
+
+
+_NO_TRUST = TrustStatus(
+    audits_waiting=0, audits_most=0, audited_tokens=0, work_tokens=0, steady_audited_tokens=0, steady_work_tokens=0,
+    consumed_bad=0, consumed_bad_steps=(), reaudits_waiting=0, over_cap=0, lengths=(),
+)  # fmt: skip
 
 
 def make_anchor(image: bytes, *, run: str, layout: Layout, version: int) -> Manifest:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollmesh_learner.demo.account import findings, read_account, summary_of
-from rollmesh_learner.records.summary import NodeAccount, RunSummary, write_summary
+from rollmesh_learner.records.summary import NodeAccount, RunSummary, TrustAccount, write_summary
 from tests.unit.status.samples import PEERS, node_status
 
 PROMISED = {
@@ -25,6 +25,9 @@ GOOD = RunSummary(
         NodeAccount(peer=PEERS[2], name="node-b", accepted=1260, rejected=0, tokens=13_000),
     ),
     versions_published=41, patch_bytes_mean=3.4e6, full_bytes=269_030_016, audits_done=400, audits_failed=0,
+    trust=TrustAccount(
+        audited_tokens=10, work_tokens=100, audited_share=0.1, audited_share_steady=None, consumed_bad={}, lengths={}
+    ),
     staleness_max=2, bubble_fraction=0.1, rollouts={"consumed": 2560}, checkpoint="/somewhere/step-00000040",
 )  # fmt: skip
 

@@ -68,8 +68,8 @@ async def auditing(folder: Path, monkeypatch: pytest.MonkeyPatch, *, image: Path
         await world.nodes[0].work_off(life, groups=1)
         await world.nodes[1].work_off(life, groups=1)
         for rollout in [*life.book.pending("scoring")]:
-            rollout.drawn = True
-            await life.ledger.commit(*life.book.score(rollout.key, 1.0, error=None))
+            scored = life.book.score(rollout.key, 1.0, error=None)
+            await life.ledger.commit(*scored, *life.book.draw(rollout.key, drawn=True))
         child = Child()
         auditor = Auditor(
             thresholds=Thresholds(), book=life.book, nodes=life.registry, ledger=life.ledger,

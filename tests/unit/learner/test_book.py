@@ -46,7 +46,7 @@ class Desk:
         rollouts = [
             StoredRollout(
                 lease.lease_id, index, lease.group_id, lease.node, lease.version, lease.step, lease.root, index,
-                b"\x01\x00\x00\x00", b"\x00\x00\x00\x00", "stop", drawn,
+                b"\x01\x00\x00\x00", b"\x00\x00\x00\x00", "stop", False,
             )
             for index in self.book.wanted(lease)
         ]  # fmt: skip
@@ -54,6 +54,7 @@ class Desk:
         if ready:
             for rollout in rollouts:
                 self.book.score(rollout.key, 1.0, error=None)
+                self.book.draw(rollout.key, drawn=drawn)
         return rollouts
 
     def train(self) -> int:

@@ -12,6 +12,7 @@ from rollmesh_learner.members.standing import (
     Record,
     StandingRules,
     State,
+    after_absence,
     as_message,
     audit_rate,
     state_of,
@@ -103,3 +104,61 @@ def test_every_code_of_a_refused_result_has_a_severity() -> None:
     wanted = {code for code in CODES if code.startswith(("result.", "lease."))} - {"lease.limits"}  # a node's own
     assert wanted == set(OFFENCES)
     assert {code for code, severity in OFFENCES.items() if severity == "hard"} == {"lease.reused", "result.sampling"}
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+DAY = 86_400.0
+
+
+def soft(record: Record, *, now: float) -> Record:
+    return record.offend(SOFT, rollouts=1, now=now, half_life_s=RULES.soft_half_life_s)
+
+
+@pytest.mark.parametrize(
+    ("every_s", "is_out"), [(0.0, True), (60.0, True), (600.0, True), (DAY / 4, False), (DAY, False), (30 * DAY, False)]
+)
+def test_small_offences_weigh_less_the_longer_ago_they_were(every_s: float, is_out: bool) -> None:
+    record = Record()
+    for number in range(SOFT_IN_A_ROW):
+        record = soft(record, now=1e9 + number * every_s)
+    assert record.is_quarantined == is_out
+    assert record.rejected == SOFT_IN_A_ROW, "the count itself is kept"
+
+
+def test_a_half_life_halves() -> None:
+    record = soft(soft(Record(), now=1e9), now=1e9 + RULES.soft_half_life_s)
+    assert record.soft_in_a_row == pytest.approx(1.5)
+
+
+def test_a_clock_that_is_set_back_fades_nothing() -> None:
+    record = soft(soft(Record(), now=1e9), now=0.0)
+    assert (record.soft_in_a_row, record.soft_at) == (2.0, 1e9)
+
+
+def test_quarantine_never_fades() -> None:
+    record = Record().offend("result.sampling", rollouts=1, now=0.0, half_life_s=1.0)
+    later = after_absence(soft(record, now=1e12), RULES, now=1e12)
+    assert later.is_quarantined and state_of(later, RULES) == "quarantined"
+
+
+@pytest.mark.parametrize(
+    ("passed", "away_s", "state"),
+    [
+        (1000, 6.9 * DAY, "full"),
+        (1000, 7.1 * DAY, "probation"),
+        (30, 7.1 * DAY, "probation"),
+        (5, 7.1 * DAY, "new"),
+        (1000, 3650 * DAY, "probation"),
+    ],
+)
+def test_a_good_record_is_worth_less_after_a_long_absence(passed: int, away_s: float, state: State) -> None:
+    record = Record(passed=passed).accept(8, now=1e9)
+    back = after_absence(record, RULES, now=1e9 + away_s)
+    assert state_of(back, RULES) == state
+    assert back.passed == (10 if passed >= 10 and away_s > RULES.away_s else passed)
+    assert after_absence(back, RULES, now=1e9 + away_s + 1) == back, "once is enough"
+    assert back.accepted == record.accepted
+
+
+def test_a_record_from_before_there_were_times_is_left_as_it_is() -> None:
+    assert after_absence(Record(passed=1000), RULES, now=1e9) == Record(passed=1000)

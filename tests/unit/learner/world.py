@@ -22,9 +22,12 @@ import trio
 from blake3 import blake3
 
 from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.drawing import Drawer
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.shares import Shares
 from rollmesh_learner.members.standing import StandingRules
+from rollmesh_learner.members.withheld import WithheldBook
 from rollmesh_learner.publishing.published import Entry
 from rollmesh_learner.publishing.publisher import Prepared, Publisher
 from rollmesh_learner.publishing.versions import Versions
@@ -33,7 +36,7 @@ from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_learner.steps import Stepper, StepPlan
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
 from rollmesh_learner.work.book import Book, Rules
-from rollmesh_learner.work.groups import Group, Prompt
+from rollmesh_learner.work.groups import Group, Prompt, StoredRollout
 from rollmesh_learner.work.intake import Intake, IntakeTerms
 from rollmesh_learner.work.leasing import LeaseDesk, LeaseTerms
 from rollmesh_peer.children.failure import DIED
@@ -193,6 +196,8 @@ class World:
     rules: Rules
     checkpoint_every: int = 2
     publish_every: int = 1
+    cap: float = 1.0
+    queue: int = 1_000_000
     hook: Hook = lambda _: None
     changes: Callable[[int], bool] = lambda _: True
     """Whether training a step changes the weights."""
@@ -286,7 +291,7 @@ class Life:
     def __init__(self, world: World, ledger: Ledger, out: list[Head]) -> None:
         self.world = world
         self.ledger = ledger
-        self.book = Book(world.rules)
+        self.book = Book(world.rules, share_of=lambda node: self.shares.share_of(node, now=trio.current_time()))
         self.book.suspend()
         self.versions = Versions()
         self.registry = Nodes(
@@ -296,9 +301,11 @@ class Life:
                 new_rollouts=5, probation_rollouts=10, rate_new=0.5, rate_probation=0.5, rate_steady=0.2
             ),
         )
+        self.shares = Shares(self.registry, self.book, cap=world.cap, queue=world.queue)
         self.discipline = Discipline(book=self.book, nodes=self.registry, ledger=ledger, on_quarantine=lambda _: None)
         self.trainer = FakeTrainer(world.saved, hook=world.hook, changes=world.changes, staleness=world.rules.staleness)
         self.publisher = FakePublisher(out, hook=world.hook)
+        self.drawer = Drawer(audit_key=bytes(32), book=self.book, nodes=self.registry, withheld=WithheldBook())
         self.desk = LeaseDesk(
             LeaseTerms(
                 run=RUN, seed_key=bytes(32), max_new_tokens=4, most_groups=4, least_duration_s=1.0, most_duration_s=60.0
@@ -309,11 +316,11 @@ class Life:
             versions=self.versions,
             ledger=ledger,
             is_over=lambda: False,
+            shares=self.shares,
         )
         self.intake = Intake(
             IntakeTerms(
-                run=RUN, seed_key=bytes(32), audit_key=bytes(32), vocabulary=VOCABULARY,
-                stop_tokens=frozenset({STOP}), max_new_tokens=4,
+                run=RUN, seed_key=bytes(32), vocabulary=VOCABULARY, stop_tokens=frozenset({STOP}), max_new_tokens=4
             ),
             book=self.book,
             nodes=self.registry,
@@ -346,11 +353,25 @@ class Life:
 
     async def score_all(self) -> None:
         """Everything that waits for a reward, or for an audit, has got it."""
-        for rollout in [*self.book.pending("scoring")]:
-            await self.ledger.commit(*self.book.score(rollout.key, self.world.random.random(), error=None))
+        await self.score_all_but_audits()
         for rollout in [*self.book.pending("auditing")]:
             await self.ledger.commit(*self.book.pass_audit(rollout.key, rollout.logprobs))
         self.stepper.wake()
+
+    async def score_all_but_audits(self) -> None:
+        """Everything that waits for a reward has got it."""
+        for rollout in [*self.book.unscored()]:
+            await self.score_one(rollout)
+
+    async def score_one(self, rollout: StoredRollout, *, reward: float | None = None) -> None:
+        """What the scorer does with one of them: a reward, and the draw."""
+        if reward is None:
+            reward = self.world.random.random()
+        statements = self.book.score(rollout.key, reward, error=None)
+        group = self.book.groups.get(rollout.group_id)
+        if group is not None:
+            statements += self.drawer.decide(group)
+        await self.ledger.commit(*statements)
 
     async def run(self) -> bool:
         """What ``coordinator`` does, with everybody at work from the first moment on."""
@@ -378,10 +399,10 @@ class Life:
 
     async def score(self) -> None:
         while True:
-            waiting = list(self.book.pending("scoring"))
+            waiting = list(self.book.unscored())
             await _a_moment()
             for rollout in waiting[: self.world.random.randrange(1, 5)]:
-                await self.ledger.commit(*self.book.score(rollout.key, self.world.random.random(), error=None))
+                await self.score_one(rollout)
                 self.stepper.wake()
 
     async def audit(self) -> None:

@@ -37,7 +37,16 @@ from rollmesh_protocol.messages import (
 )
 from rollmesh_protocol.record import Record
 from rollmesh_protocol.rollout import Result, SampleResult, Segment
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus, StatusAnswer, StatusRequest
+from rollmesh_protocol.status import (
+    LengthStatus,
+    NodeStatus,
+    PeerStatus,
+    RunStatus,
+    SpreadStatus,
+    StatusAnswer,
+    StatusRequest,
+    TrustStatus,
+)
 
 LEARNER = Identity(bytes(range(32)))
 NODE = Identity(bytes(range(32, 64)))
@@ -138,6 +147,7 @@ PEER_STATUS = PeerStatus(
     last_accepted_s=1.5,
     last_seen_s=0.5,
     waiting_for="",
+    withheld="",
 )
 SEALED = seal(LEASE.encode(), run=RUN, kind="lease", identity=LEARNER)
 
@@ -242,6 +252,19 @@ EXAMPLES: dict[str, Record] = {
             rollouts_rejected=1,
             audits_done=50,
             audits_failed=0,
+            trust=TrustStatus(
+                audits_waiting=2,
+                audits_most=128,
+                audited_tokens=3000,
+                work_tokens=64000,
+                steady_audited_tokens=1200,
+                steady_work_tokens=40000,
+                consumed_bad=1,
+                consumed_bad_steps=(4,),
+                reaudits_waiting=3,
+                over_cap=0,
+                lengths=(LengthStatus(tokens=8, consumed=300, dropped=4),),
+            ),
             bubble_fraction=0.125,
             uptime_s=60.0,
             children=("trainer: running, pid 5",),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.messages import Head, Standing
-from rollmesh_protocol.status import NodeStatus, PeerStatus, RunStatus, SpreadStatus
+from rollmesh_protocol.status import (
+    LengthStatus,
+    NodeStatus,
+    PeerStatus,
+    RunStatus,
+    SpreadStatus,
+    TrustStatus,
+)
 
 PEERS = [Identity(bytes([number]) * 32).peer for number in range(1, 8)]
 
@@ -28,6 +35,7 @@ def peer(number: int, **fields) -> PeerStatus:
         "last_accepted_s": 2.0 * number,
         "last_seen_s": 0.5,
         "waiting_for": "",
+        "withheld": "",
     }
     return PeerStatus(**(values | fields))
 
@@ -45,6 +53,26 @@ def spread_status(version: int, **fields) -> SpreadStatus:
         "slowest": ("attic", "node-b"),
     }
     return SpreadStatus(**(values | fields))
+
+
+def trust_status(**fields) -> TrustStatus:
+    values = {
+        "audits_waiting": 4,
+        "audits_most": 128,
+        "audited_tokens": 5_100,
+        "work_tokens": 51_000,
+        "steady_audited_tokens": 990,
+        "steady_work_tokens": 33_000,
+        "consumed_bad": 0,
+        "consumed_bad_steps": (),
+        "reaudits_waiting": 0,
+        "over_cap": 0,
+        "lengths": (
+            LengthStatus(tokens=4, consumed=100, dropped=0),
+            LengthStatus(tokens=8, consumed=300, dropped=25),
+        ),
+    }
+    return TrustStatus(**(values | fields))
 
 
 def run_status(*peers: PeerStatus, **fields) -> RunStatus:
@@ -67,6 +95,7 @@ def run_status(*peers: PeerStatus, **fields) -> RunStatus:
         "rollouts_rejected": 2,
         "audits_done": 31,
         "audits_failed": 0,
+        "trust": trust_status(),
         "bubble_fraction": 0.0123,
         "uptime_s": 4337.0,
         "children": ("trainer: step 12, 4.1 s", "auditor: idle"),

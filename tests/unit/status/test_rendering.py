@@ -11,7 +11,7 @@ from rich.console import Console
 from rollmesh_peer.status.rendering import render
 from rollmesh_peer.status_cli import as_json_line
 from rollmesh_protocol.status import StatusAnswer
-from tests.unit.status.samples import PEERS, node_status, peer, run_status, standing
+from tests.unit.status.samples import PEERS, node_status, peer, run_status, standing, trust_status
 
 
 def drawn(answer: StatusAnswer, *, width: int, colour: bool = False) -> str:
@@ -106,3 +106,19 @@ def test_json_holds_everything_and_is_one_line() -> None:
     assert told["node"] is None
     assert told["run"]["head"]["root"] == "9a" * 32
     assert told["run"]["peers"][0]["standing"]["accepted"] == 10
+
+
+def test_trust_is_told_in_a_few_words_and_only_where_something_is_wrong() -> None:
+    page = of_run(peer(1), trust=trust_status(audits_waiting=4))
+    assert "31 done, 0 failed, 4 waiting (at most 128); 10.0 % of all tokens, 3.0 % in full standing" in page
+    assert "4+ tokens 0 of 100, 8+ tokens 25 of 325" in page
+    assert "failed later" not in page and "share of a batch" not in page
+    page = of_run(
+        peer(1), trust=trust_status(consumed_bad=3, consumed_bad_steps=(7, 9), reaudits_waiting=2, over_cap=5)
+    )
+    assert "3 rollouts failed later, in steps 7, 9; 2 to look at again" in page
+    assert "5 rollouts above their node's share of a batch" in page
+
+
+def test_who_withholds_is_told_of() -> None:
+    assert "9 leases that it let go of" in of_run(peer(1, withheld="9 leases that it let go of had lower rewards"))
