@@ -114,6 +114,7 @@ class Seeder:
                 answer_bytes=limits.MANIFEST_BYTES,
                 handle=self.serve_manifest,
                 deadline_s=limits.TRANSFER_S,
+                admit=self._passes.require,
             ),
             StreamRoute(protocol=CHUNK, handle=self.serve_chunks, deadline_s=_STREAM_S),
         )
