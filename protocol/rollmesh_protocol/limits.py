@@ -96,6 +96,11 @@ MAX_FRAMES_PER_S: Final = 500.0
 """Small muxer frames a second that are read of one connection, averaged; a request takes six. What we send ourselves
 earns more, so that a fast transfer is not held up."""
 FRAMES_BURST: Final = 2000
+REQUEST_BYTES_PER_S: Final = 2.0 * MIB
+"""Bytes a second that are read of one connection's requests, averaged; the results of a GPU that samples 20,000 tokens
+a second are a tenth of it. What a peer asked for itself does not count."""
+REQUEST_BYTES_BURST: Final = 8 * MIB
+"""The largest result comes in at once."""
 MAX_BUFFERED_BYTES: Final = 5 * MIB
 """Unread bytes of one connection; the library's own yamux does not enforce its window."""
 STREAM_WINDOW_BYTES: Final = 256 * KIB
@@ -115,9 +120,9 @@ HANDSHAKES_PER_BLOCK: Final = 8
 ARRIVALS_PER_BLOCK_S: Final = 2.0
 """New connections a second from one address block, averaged; a handshake costs us 2 ms of one core."""
 ARRIVALS_BURST: Final = 64
-ARRIVALS_S: Final = 40.0
+ARRIVALS_S: Final = 20.0
 """New connections a second from everywhere, averaged, so that handshakes take a tenth of one core at most."""
-ARRIVALS_BURST_IN_ALL: Final = 256
+ARRIVALS_BURST_IN_ALL: Final = 64
 SLOW_HANDSHAKE_S: Final = 1.0
 """A handshake that takes longer makes room for a newcomer when all places are taken."""
 MAX_BLOCKS: Final = 4096

@@ -8,7 +8,7 @@ Invariants:
 - unread bytes of a connection stay below ``limits.MAX_BUFFERED_BYTES``, and of a stream below the window we granted;
 - the reading loop never waits for a write, so two peers cannot wait for each other;
 - a stream that is opened waits in front of the host's door, and is made known to nobody before it is let in;
-- frames that carry little are read at a bounded pace: beyond it the other side waits, in its own buffers;
+- frames that carry little, and the bytes of requests, are read at a bounded pace: beyond it the other side waits;
 - a connection that is silent for ``limits.SILENT_S`` although probed is closed, even while a write is stuck.
 It is not a transport and does no negotiation.
 """
@@ -110,6 +110,7 @@ class YamuxConnection(StreamOwner):
         self._frames = TokenBucket(rate=limits.MAX_FRAMES_PER_S, burst=limits.FRAMES_BURST, now=now)
         self._openings = TokenBucket(rate=2 * limits.MAX_REQUESTS_PER_S, burst=2 * limits.REQUEST_BURST, now=now)
         """Twice what the router answers: beyond it not even a refusal is worth its cost."""
+        self._requested = TokenBucket(rate=limits.REQUEST_BYTES_PER_S, burst=limits.REQUEST_BYTES_BURST, now=now)
         self._in_a_row = 0
         self._scope = trio.CancelScope()
 
@@ -291,6 +292,10 @@ class YamuxConnection(StreamOwner):
                 self._unread += len(piece)
                 stream.arrived(piece)
         self._on_flags(stream, flags)
+        if self._is_remote(number):  # what we asked for ourselves may come as fast as it can
+            while not self._requested.take(trio.current_time(), tokens=length):
+                await trio.sleep(_PAUSE_S)
+                self._heard = trio.current_time()
 
     def _stream(self, flags: int, number: int) -> YamuxStream | None:
         """The stream that a frame belongs to, new if the frame opens one; None for one that is over or refused."""
