@@ -286,8 +286,8 @@ class _Learner:
             _route(streams.PEERS, welcome.peers, small, limits.PEERS_BYTES, admit=members),
             _route(streams.EDGES, welcome.edges, small, limits.EDGES_BYTES, admit=members),
             _route(streams.STATUS, reporter.status, small, limits.STATUS_BYTES),
-            *sharing.routes(),
         )
+        Router().register(mesh, *sharing.routes())  # of its own: weights must not take the places of work
         return welcome
 
     def _make_reporter(self, mesh: Mesh) -> RunReporter:

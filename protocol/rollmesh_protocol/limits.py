@@ -140,8 +140,10 @@ REFUSAL_BYTES: Final = 8 * KIB
 """A code and a sentence of ``MAX_TEXT_CHARS``."""
 RECEIVING_BYTES_PER_PEER: Final = 16 * MIB
 """Frames of one peer that have begun to arrive and are not complete: two results."""
-RECEIVING_BYTES: Final = 256 * MIB
+RECEIVING_BYTES: Final = 192 * MIB
 """The same over all peers."""
+RECEIVING_BYTES_FREE: Final = 256 * KIB
+"""What every peer may have under way although that is used up: an ordinary result."""
 GOSSIP_BUFFER: Final = 64
 """Gossip messages that wait for a subscriber; the oldest is dropped for a new one."""
 MAX_TOPICS_PER_PEER: Final = 16

@@ -89,6 +89,12 @@ def large(size: int) -> Act:
     return act
 
 
+async def held_back(peer: FloodPeer) -> None:
+    """The largest results, all but their last byte: they count as arriving for two minutes."""
+    number = await peer.fire(streams.SUBMIT, None, flags=0)
+    await peer.pour(number, limits.RESULT_BYTES.to_bytes(4, "big") + JUNK[:-1])
+
+
 def bomb(size: int) -> bytes:
     """An array that says it has more elements than anybody has memory, and brings a few million of them."""
     return b"\x81\xa4body\xdd\xff\xff\xff\xff" + b"\xc0" * (size - 11)
@@ -246,6 +252,7 @@ KINDS: dict[str, Kind] = {
     "submit, unknown leases": Kind(act=request(streams.SUBMIT, unknown_result), rate=20),
     "submit, forged": Kind(act=request(streams.SUBMIT, lambda p: unknown_result(p)[:-1] + b"\0"), rate=20),
     "submit, largest": Kind(act=large(limits.RESULT_BYTES), rate=0.5),
+    "submit, held back": Kind(act=held_back, rate=0.5),
     "submit, largest, strangers": Kind(act=large(limits.RESULT_BYTES), rate=0.5, is_member=False),
     "submit, one byte too large": Kind(act=large(limits.RESULT_BYTES + 1), rate=5),
     "submit, bombs": Kind(act=request(streams.SUBMIT, lambda _: bomb(200_000)), rate=4),
