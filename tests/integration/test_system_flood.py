@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import trio
@@ -42,6 +43,7 @@ REFUSALS = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with open_system(tmp_path_factory.mktemp("flood"), *SETTINGS, steps=1_000_000) as system:
+        trio.run(partial(system.learner.until_logged, "--join", timeout_s=100))
         yield system
 
 
