@@ -1,7 +1,8 @@
 # Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch bench-sampler bench-scoring lab-broadcast setup clean distclean
+.PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
+	bench-e2e bench-patch bench-sampler bench-scoring lab-broadcast lab-flood
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -35,6 +36,9 @@ bench-scoring: $(READY) ## Cost of a score in the sandbox, against calling the s
 
 lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over shaped links (root; some twenty minutes)
 	@$(PY) -m tests.lab.broadcast --out runs/lab
+
+lab-flood: $(READY) ## What honest nodes notice while 50 others flood each stream (some ten minutes)
+	@$(PY) -m tests.lab.flood --out tests/bench/results/flood.json
 
 setup: $(READY) ## Only make .venv ready
 

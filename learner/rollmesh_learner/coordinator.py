@@ -249,6 +249,7 @@ class _Learner:
             announce=network.announce,
             max_connections=limits.MAX_LEARNER_CONNECTIONS,
             per_block=max(self._config.admission.per_block, limits.MAX_CONNECTIONS_PER_BLOCK),
+            rank=self._nodes.rank,
         )
         async with open_mesh(options) as mesh:
             reporter = self._make_reporter(mesh)
@@ -301,17 +302,20 @@ class _Learner:
             random=Random(),
         )
         small, large = limits.SMALL_BYTES, limits.TRANSFER_S
+        members = self._nodes.admitted
         Router(places=LEARNER_PLACES).register(
             mesh,
             _route(streams.HELLO, welcome.hello, limits.HELLO_BYTES, limits.CARD_BYTES, large),
-            _route(streams.LEASE, self._desk.lease, limits.LEASE_REQUEST_BYTES, limits.LEASES_BYTES),
-            _route(streams.RETURN, self._desk.take_back, small, limits.RECEIPT_BYTES),
-            _route(streams.SUBMIT, self._intake.submit, limits.RESULT_BYTES, limits.RECEIPT_BYTES, large),
-            _route(streams.PEERS, welcome.peers, small, limits.PEERS_BYTES),
-            _route(streams.EDGES, welcome.edges, small, limits.EDGES_BYTES),
+            _route(streams.LEASE, self._desk.lease, limits.LEASE_REQUEST_BYTES, limits.LEASES_BYTES, admit=members),
+            _route(streams.RETURN, self._desk.take_back, small, limits.RECEIPT_BYTES, admit=members),
+            _route(
+                streams.SUBMIT, self._intake.submit, limits.RESULT_BYTES, limits.RECEIPT_BYTES, large, admit=members
+            ),
+            _route(streams.PEERS, welcome.peers, small, limits.PEERS_BYTES, admit=members),
+            _route(streams.EDGES, welcome.edges, small, limits.EDGES_BYTES, admit=members),
             _route(streams.STATUS, reporter.status, small, limits.STATUS_BYTES),
-            *sharing.routes(),
         )
+        Router().register(mesh, *sharing.routes())  # of its own: weights must not take the places of work
         return welcome
 
     def _make_reporter(self, mesh: Mesh) -> RunReporter:
@@ -395,7 +399,13 @@ class _Learner:
 
 
 def _route(
-    protocol: str, handle: Handle, request_bytes: int, answer_bytes: int, deadline_s: float = limits.REQUEST_S
+    protocol: str,
+    handle: Handle,
+    request_bytes: int,
+    answer_bytes: int,
+    deadline_s: float = limits.REQUEST_S,
+    *,
+    admit: Callable[[str], object] | None = None,
 ) -> Route:
     return Route(
         protocol=protocol,
@@ -403,4 +413,5 @@ def _route(
         answer_bytes=answer_bytes,
         handle=handle,
         deadline_s=deadline_s,
+        admit=admit,
     )

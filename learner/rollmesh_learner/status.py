@@ -68,19 +68,25 @@ class RunReporter:
         self._children = children
         self._started = trio.current_time()
         self._pages: dict[int, StatusAnswer] = {}
+        self._encoded: dict[int, bytes] = {}
         self._built_at = -limits.STATUS_EVERY_S
 
     async def status(self, peer: str, request: bytes) -> bytes:
         """One :class:`StatusRequest` and its :class:`StatusAnswer`; anybody may ask where the operator allows it."""
         if not self._is_public and not self._nodes.is_admitted(peer):
             raise Refused("node.not_admitted", "the operator shows the status of this run to its nodes only")
-        return self.answer(StatusRequest.decode(request, limit=limits.SMALL_BYTES)).encode()
+        answer = self.answer(StatusRequest.decode(request, limit=limits.SMALL_BYTES))
+        page = answer.run.page if answer.run is not None else 0
+        if page not in self._encoded:
+            self._encoded[page] = answer.encode()
+        return self._encoded[page]
 
     def answer(self, request: StatusRequest) -> StatusAnswer:
         """The page asked for; a page beyond the last is the last."""
         now = trio.current_time()
         if now - self._built_at >= limits.STATUS_EVERY_S:
             self._pages.clear()
+            self._encoded.clear()
             self._built_at = now
         nodes = self._nodes.all()
         pages = max(1, -(-len(nodes) // PEERS_PER_PAGE))

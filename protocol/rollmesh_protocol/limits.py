@@ -88,9 +88,19 @@ MAX_CONNECTIONS: Final = 64
 MAX_LEARNER_CONNECTIONS: Final = 2048
 MAX_STREAMS_PER_PEER: Final = 32
 """Streams that one peer may hold open towards us at a time."""
-MAX_REQUESTS_PER_S: Final = 50.0
-"""Requests a second of one peer, averaged; chunk requests included."""
-REQUEST_BURST: Final = 200
+MAX_REQUESTS_PER_S: Final = 20.0
+"""Requests a second of one peer, averaged: a node with a fast GPU hands in some five results a second. Chunks are asked
+for on streams that stay open."""
+REQUEST_BURST: Final = 100
+MAX_FRAMES_PER_S: Final = 500.0
+"""Small muxer frames a second that are read of one connection, averaged; a request takes six. What we send ourselves
+earns more, so that a fast transfer is not held up."""
+FRAMES_BURST: Final = 2000
+REQUEST_BYTES_PER_S: Final = 2.0 * MIB
+"""Bytes a second that are read of one connection's requests, averaged; the results of a GPU that samples 20,000 tokens
+a second are a tenth of it. What a peer asked for itself does not count."""
+REQUEST_BYTES_BURST: Final = 8 * MIB
+"""The largest result comes in at once."""
 MAX_BUFFERED_BYTES: Final = 5 * MIB
 """Unread bytes of one connection; the library's own yamux does not enforce its window."""
 STREAM_WINDOW_BYTES: Final = 256 * KIB
@@ -110,6 +120,11 @@ HANDSHAKES_PER_BLOCK: Final = 8
 ARRIVALS_PER_BLOCK_S: Final = 2.0
 """New connections a second from one address block, averaged; a handshake costs us 2 ms of one core."""
 ARRIVALS_BURST: Final = 64
+ARRIVALS_S: Final = 20.0
+"""New connections a second from everywhere, averaged, so that handshakes take a tenth of one core at most."""
+ARRIVALS_BURST_IN_ALL: Final = 64
+SLOW_HANDSHAKE_S: Final = 1.0
+"""A handshake that takes longer makes room for a newcomer when all places are taken."""
 MAX_BLOCKS: Final = 4096
 """Address blocks whose arrivals are remembered; the oldest are forgotten first."""
 HANDSHAKE_BYTES: Final = 128 * KIB
@@ -125,8 +140,10 @@ REFUSAL_BYTES: Final = 8 * KIB
 """A code and a sentence of ``MAX_TEXT_CHARS``."""
 RECEIVING_BYTES_PER_PEER: Final = 16 * MIB
 """Frames of one peer that have begun to arrive and are not complete: two results."""
-RECEIVING_BYTES: Final = 256 * MIB
+RECEIVING_BYTES: Final = 192 * MIB
 """The same over all peers."""
+RECEIVING_BYTES_FREE: Final = 256 * KIB
+"""What every peer may have under way although that is used up: an ordinary result."""
 GOSSIP_BUFFER: Final = 64
 """Gossip messages that wait for a subscriber; the oldest is dropped for a new one."""
 MAX_TOPICS_PER_PEER: Final = 16
@@ -153,6 +170,8 @@ PROBE_S: Final = 2.5
 """Silence of a connection after which it is probed."""
 SILENT_S: Final = 7.0
 """Silence after which it is closed: a pulled cable or a stopped process is noticed within SILENT_S + PROBE_S."""
+DOOR_S: Final = 8.0
+"""A stream that was not looked at for so long is turned away; whoever opened it has given up, or soon will."""
 WRITE_STALL_S: Final = 30.0
 """A stream whose reader grants no room for so long is reset; the library's 5 s would cut honest slow links."""
 LINGER_S: Final = 3.0

@@ -301,6 +301,46 @@ async def test_row_3_odd_frames_that_are_allowed_do_no_harm():
         assert await stream.read(5)
 
 
+async def test_frames_in_a_flood_wait_in_the_senders_own_buffers(monkeypatch):
+    """We stop reading: what is not read costs nothing. Who never ceases is shut out."""
+    monkeypatch.setattr(limits, "MAX_OFFENCES", 4)
+    monkeypatch.setattr(limits, "FRAMES_BURST", 100)
+    monkeypatch.setattr(limits, "MAX_FRAMES_PER_S", 50.0)
+    async with victim() as mesh, stock_host() as host:
+        connection = await attack(host, mesh.addresses[0])
+        (muxed,) = [c.muxed_conn for c in mesh._swarm.get_connections(host.get_id())]
+        posted, post, began = [], muxed.post, trio.current_time()
+        monkeypatch.setattr(muxed, "post", lambda frames: (posted.append(frames), post(frames)))
+        with trio.move_on_after(20), suppress(IOException):
+            while not connection.is_closed:
+                await connection._write_frame(frame(PING, SYN, 0, 7))
+        assert await is_closed(connection)
+        assert len(posted) <= 100 + 50 * (trio.current_time() - began) + 9, "frames that were read and answered"
+
+
+async def test_streams_opened_and_reset_at_once_reach_no_handler():
+    """They never count as open, so no number bounds them: they are forgotten in front of the door."""
+    reached = 0
+
+    async def count(_stream):
+        nonlocal reached
+        reached += 1
+
+    async with victim() as mesh, stock_host() as host:
+        mesh.serve("/rollmesh/1/count", count)
+        connection = await attack(host, mesh.addresses[0])
+        opening = encode_delim(b"/multistream/1.0.0") + encode_delim(b"/rollmesh/1/count")
+        burst = b"".join(
+            frame(WINDOW, SYN, number, 0)
+            + frame(DATA, 0, number, len(opening)) + opening + frame(WINDOW, 8, number, 0)
+            for number in range(1001, 1101, 2)
+        )  # fmt: skip
+        await connection._write_frame(burst)
+        await trio.sleep(0.3)
+        assert reached < 25, "of fifty"
+        assert not connection.is_closed
+
+
 async def test_streams_without_number_are_refused_one_by_one():
     async with victim() as mesh, stock_host() as host:
         connection = await attack(host, mesh.addresses[0])

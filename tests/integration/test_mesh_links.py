@@ -126,6 +126,34 @@ async def test_one_address_block_arrives_at_a_bounded_pace(monkeypatch):
             await handshake(mesh.addresses[0])
 
 
+async def test_a_silent_stranger_gives_way_to_a_newcomer(monkeypatch):
+    """Else a few dozen connections without a word keep everybody out, eight seconds at a time."""
+    monkeypatch.setattr(limits, "SLOW_HANDSHAKE_S", 0.2)
+    async with listening(1) as mesh:
+        mesh._swarm.caps = swarm_module.Caps(connections=64, per_block=64, handshakes=3)
+        endpoint = parse_peer_address(mesh.addresses[0]).endpoint
+        silent = [await trio.open_tcp_stream(endpoint.host, endpoint.port) for _ in range(3)]
+        await eventually(lambda: mesh._swarm._handshakes == 3)
+        await trio.sleep(0.3)
+        await (await handshake(mesh.addresses[0])).close()
+        with trio.fail_after(2):
+            while await silent[0].receive_some(100):  # the oldest one is let go
+                pass
+        for stream in silent:
+            await stream.aclose()
+
+
+async def test_arrivals_are_bounded_in_all(monkeypatch):
+    """Also from loopback, where no address counts."""
+    monkeypatch.setattr(limits, "ARRIVALS_BURST_IN_ALL", 5)
+    monkeypatch.setattr(limits, "ARRIVALS_S", 0.1)
+    async with listening(1) as mesh:
+        for _ in range(5):
+            await (await handshake(mesh.addresses[0])).close()
+        with pytest.raises(Exception, match="."):
+            await handshake(mesh.addresses[0])
+
+
 async def test_silent_strangers_are_bounded_in_number_and_in_time(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_S", 0.5)
     async with listening(1) as mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import pytest
 import trio
@@ -181,6 +182,58 @@ async def test_a_peer_over_its_rate_is_told_so(asking, monkeypatch):
         await asks(b"x")
     assert (await refusal_of(asks(b"x"))).code == "node.rate"
     assert await other(b"x") == b"xx"
+
+
+async def test_of_a_peer_that_may_not_ask_nothing_is_read(asking):
+    """It is refused although most of its request never comes."""
+    worked = []
+
+    async def handle(peer, _request):
+        worked.append(peer)
+        return b""
+
+    def admit(_peer):
+        raise Refused("node.not_admitted")
+
+    await asking.serve(route(handle, admit=admit))
+    mesh = await asking.join(2)
+    await mesh.connect(asking.server.addresses[0])
+    stream = await mesh.open_stream(asking.server.peer_id, DOUBLE)
+    with trio.fail_after(5), pytest.raises(Refused, match="not been admitted"):
+        opened_answer(await stream.receive(1000), answer_bytes=1000)
+    await stream.reset()
+    assert not worked
+
+
+async def test_who_goes_on_in_spite_of_refusals_is_shut_out(monkeypatch):
+    """Each is told so some hundreds of times; then its connection ends, and it is not let in for a while."""
+    monkeypatch.setattr(limits, "MAX_OFFENCES", 2)
+    options = HostOptions(key_seed=seed(1), listen=("/ip4/127.0.0.1/tcp/0",))
+
+    def admit(peer):
+        if peer == stubborn.peer_id:
+            raise Refused("node.not_admitted")
+
+    async with (
+        open_mesh(options) as mesh,
+        open_mesh(HostOptions(key_seed=seed(2))) as stubborn,
+        open_mesh(HostOptions(key_seed=seed(3))) as other,
+    ):
+        Router().register(mesh, route(admit=admit))
+        for peer in (stubborn, other):
+            await peer.connect(mesh.addresses[0])
+        refused = 0
+        with trio.fail_after(20), pytest.raises(LinkLost):
+            while True:
+                with pytest.raises(Refused, match="not been admitted"):
+                    await ask(stubborn, mesh.peer_id, DOUBLE, b"x", answer_bytes=9, deadline_s=5)
+                refused += 1
+        assert refused > 15
+        await eventually(lambda: stubborn.peer_id not in mesh.links())
+        with suppress(LinkLost):
+            await stubborn.connect(mesh.addresses[0])
+        await eventually(lambda: stubborn.peer_id not in mesh.links())
+        assert await ask(other, mesh.peer_id, DOUBLE, b"x", answer_bytes=9, deadline_s=5) == b"xx"
 
 
 async def test_a_peer_with_too_many_streams_is_told_so(asking, monkeypatch):

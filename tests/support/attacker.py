@@ -353,6 +353,10 @@ class Weight:
     def growth_mib(self) -> float:
         return (_kib(self.pid, "VmHWM") - self._before) / 1024
 
+    @property
+    def peak_mib(self) -> float:
+        return _kib(self.pid, "VmHWM") / 1024
+
 
 def _kib(pid: int, name: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rollmesh_learner.members.standing import Record, StandingRules, as_message
+from rollmesh_peer.mesh.rates import TokenBucket
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import short
 from rollmesh_protocol.messages import Hello, LeaseRequest, Standing
 
+STRAYS_PER_S: Final = 0.5
+STRAYS_BURST: Final = 64.0
+"""Results for leases that the learner does not know which a node may hand in: each costs a look into the ledger, and an
+honest node has them only after the learner went back to a checkpoint."""
 MEMORY_S: Final = 120.0
 """Seconds of work after which what a node did before counts for a third of what it does now."""
 LEAST_BUSY_S: Final = 1.0
@@ -53,6 +58,7 @@ class Node:
     failed_at: float = 0.0
     recent_margins: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the last audited rollouts: (tokens, margins over 0.5, margins over 1)."""
+    strays: TokenBucket | None = None
     _samples: float = 0.0
     _tokens: float = 0.0
     _busy_s: float = 0.0
@@ -83,6 +89,12 @@ class Node:
         self.last_result_at = now
         self.last_accepted_at = now
         self.last_seen = now
+
+    def may_stray(self, *, now: float) -> bool:
+        """Count a result for a lease that is not in the book; False when these are too many."""
+        if self.strays is None:
+            self.strays = TokenBucket(rate=STRAYS_PER_S, burst=STRAYS_BURST, now=now)
+        return self.strays.take(now)
 
     def failed_to_return(self, *, now: float) -> None:
         """Leases ran out: the node gets less work. Those that run out at the same ``now`` count once."""
@@ -178,6 +190,13 @@ class Nodes:
         """True for a node in the run."""
         node = self._nodes.get(peer)
         return node is not None and not node.record.is_quarantined
+
+    def rank(self, peer: str) -> int:
+        """Whose requests come first under a flood: 2 for nodes whose work was accepted, 1 for others in the run."""
+        node = self._nodes.get(peer)
+        if node is None or node.record.is_quarantined:
+            return 0
+        return 2 if node.record.accepted else 1
 
     def record_of(self, peer: str) -> Record:
         """The standing of ``peer``; an empty one for a stranger."""

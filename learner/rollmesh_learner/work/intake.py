@@ -89,6 +89,8 @@ class Intake:
         return await self._receive(node, result, digest=blake3(body).digest())
 
     async def _receive(self, node: Node, result: Result, *, digest: bytes) -> bytes:
+        if result.lease_id not in self._book.leases and not node.may_stray(now=trio.current_time()):
+            raise Refused("node.rate", "too many results for leases that are not known here")
         lease = await self._find(result.lease_id)
         self._nodes.admitted(node.peer)  # it may have been put into quarantine meanwhile
         if lease is None:

@@ -17,6 +17,7 @@ from typing import Final
 import trio
 
 from rollmesh_peer.mesh.address import Endpoint, endpoint_of, parse_endpoint
+from rollmesh_peer.mesh.doorway import Rank, nobody_matters
 from rollmesh_peer.mesh.libp2p_host.mesh import Libp2pMesh, quiet_library
 from rollmesh_peer.mesh.libp2p_host.swarm import Caps
 from rollmesh_peer.mesh.seam import Mesh
@@ -43,6 +44,8 @@ class HostOptions:
     per_block: int = limits.MAX_CONNECTIONS_PER_BLOCK
     """Incoming connections of one /24 or /48."""
     gossip: bool = True
+    rank: Rank = nobody_matters
+    """Whose streams come first when there are more than we can handle."""
 
 
 @asynccontextmanager
@@ -59,7 +62,7 @@ async def open_mesh(options: HostOptions) -> AsyncIterator[Mesh]:
     announced = [parse_endpoint(text) for text in options.announce]
     quiet_library()
     caps = Caps(connections=options.max_connections, per_block=options.per_block)
-    mesh = Libp2pMesh(key_seed=options.key_seed, caps=caps, gossip=options.gossip)
+    mesh = Libp2pMesh(key_seed=options.key_seed, caps=caps, gossip=options.gossip, rank=options.rank)
     listeners = await _listen(endpoints)
     failure: Exception | None = None
     async with mesh.running(listeners, endpoints=[*announced, *_bound(listeners)]):

@@ -26,6 +26,10 @@ class TokenBucket:
         self._tokens -= tokens
         return True
 
+    def give(self, tokens: float) -> None:
+        """Put ``tokens`` in, as far as they fit."""
+        self._tokens = min(self._burst, self._tokens + tokens)
+
     def is_full(self, now: float) -> bool:
         """True when nothing was taken for long enough: such a bucket may be forgotten."""
         self._refill(now)

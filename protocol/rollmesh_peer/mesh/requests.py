@@ -3,7 +3,8 @@
 A request is one frame, an answer one frame: a zero byte and the body, or a one and a refusal (code, sentence). Every
 route has a bound on both and a deadline; an error in a handler is logged with its traceback, answered with
 ``request.internal``, and ends nothing else. Invariant: a handler runs only for a peer that is within its rate and its
-share, and only on a request that arrived whole. What the bytes mean is the handler's business.
+share, and only on a request that arrived whole; of a peer that may not ask at all nothing is read. What the bytes mean
+is the handler's business. A refusal that its sender could have foreseen is passed on to the mesh, which counts them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ log = logging.getLogger("rollmesh.mesh.requests")
 
 _ANSWER: Final = b"\x00"
 _REFUSAL: Final = b"\x01"
+TIRESOME: Final = frozenset({"node.rate", "node.not_admitted", "node.quarantined"})
+"""Codes of refusals that a peer which keeps to the rules gets now and then, and others in a flood."""
 _MAX_REMEMBERED: Final = 4096
 """Peers whose rate is remembered before idle ones are forgotten."""
 
@@ -43,6 +46,8 @@ class Route:
     handle: Handle
     deadline_s: float = limits.REQUEST_S
     """From the opened stream to the last byte of the answer."""
+    admit: Callable[[str], object] | None = None
+    """Raises Refused for a peer that may not ask; called before anything of the request is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +83,16 @@ class Router:
             until = trio.current_time() + route.deadline_s
             try:
                 with trio.move_on_at(until) as deadline, self._guest(stream.peer):
+                    if route.admit is not None:
+                        route.admit(stream.peer)
                     answer = await self._work(route, stream)
                 if deadline.cancelled_caught:
                     raise Refused("request.timeout", f"not done within {route.deadline_s:g} s")
             except Refused as refusal:
                 log.debug("refusing %s of %s: %s", route.protocol, short(stream.peer), refusal.code)
                 await _refuse(stream, refusal)
+                if refusal.code in TIRESOME:
+                    raise
                 return
             with trio.move_on_at(until) as deadline:
                 await stream.send(closed_answer(answer))
@@ -117,6 +126,8 @@ class Router:
                     await stream.reset()
             except Refused as refusal:
                 await _refuse(stream, refusal)
+                if refusal.code in TIRESOME:
+                    raise
             except LinkLost:
                 raise
             except Exception:

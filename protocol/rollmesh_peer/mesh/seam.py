@@ -93,7 +93,10 @@ class Mesh(Protocol):
         """Return when no connection to ``peer`` is left; at once when there is none."""
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
-        """Answer streams of ``protocol``. A stream is closed after its handler; an error in one resets it, no more."""
+        """Answer streams of ``protocol``. A stream is closed after its handler; an error in one resets it, no more.
+
+        A handler that ends with Refused has told the other side so; the mesh counts that against it.
+        """
 
     async def open_stream(self, peer: str, protocol: str) -> MeshStream:
         """A new stream to a connected peer. Close or reset it, always.

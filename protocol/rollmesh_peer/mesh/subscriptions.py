@@ -44,6 +44,11 @@ class Subscription:
         return True
 
     @property
+    def takes_nothing(self) -> bool:
+        """True for a topic that we only publish on: whatever others say there is not worth a look."""
+        return self._accept is nothing
+
+    @property
     def _is_abandoned(self) -> bool:
         return self.receive.statistics().open_receive_channels <= 1
 

@@ -114,6 +114,7 @@ class Seeder:
                 answer_bytes=limits.MANIFEST_BYTES,
                 handle=self.serve_manifest,
                 deadline_s=limits.TRANSFER_S,
+                admit=self._passes.require,
             ),
             StreamRoute(protocol=CHUNK, handle=self.serve_chunks, deadline_s=_STREAM_S),
         )
@@ -136,7 +137,7 @@ class Seeder:
         """
         request = ManifestRequest.decode(message, limit=limits.SMALL_BYTES)
         self._passes.require(peer)
-        envelope = await trio.to_thread.run_sync(self._store.envelope, request.name)
+        envelope = self._store.envelope(request.name)  # in memory: a thread for each would be what a flood is after
         if envelope is None:
             raise Refused("request.unknown", "this peer does not hold that manifest")
         return envelope
@@ -224,7 +225,7 @@ class Seeder:
         """The manifest, and how often each chunk was sent; of the newest few payloads."""
         payload = self._payloads.get(name)
         if payload is None:
-            manifest = await trio.to_thread.run_sync(self._store.manifest, name)
+            manifest = self._store.manifest(name)
             if manifest is None:
                 raise Refused("request.unknown", "that manifest is not held here")
             payload = self._payloads.setdefault(name, _Payload(manifest))

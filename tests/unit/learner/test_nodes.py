@@ -216,3 +216,14 @@ def test_a_node_without_a_name_is_called_by_its_id() -> None:
     nodes = make_nodes()
     assert nodes.admit("12D3KooWabcdefgh", HELLO, now=0.0).name == "abcdefgh"
     assert nodes.admit("b", HELLO.model_copy(update={"name": "north"}), now=0.0).name == "north"
+
+
+def test_whoever_delivered_comes_before_members_and_these_before_strangers() -> None:
+    nodes = make_nodes()
+    assert nodes.rank("a") == 0
+    nodes.admit("a", HELLO, now=0.0)
+    assert nodes.rank("a") == 1
+    nodes.set_record("a", Record(accepted=3))
+    assert nodes.rank("a") == 2
+    nodes.set_record("a", Record(accepted=3, quarantined_for="result.sampling"))
+    assert nodes.rank("a") == 0

@@ -69,3 +69,12 @@ def test_the_book_is_bounded():
     for number in range(2 * limits.MAX_BANS):
         book.record(f"x{number}", now=0.0)
     assert len(book._patience) == limits.MAX_BANS
+
+
+def test_what_is_given_back_fits_the_bucket():
+    bucket = TokenBucket(rate=1.0, burst=2.0, now=0.0)
+    assert bucket.take(0.0, tokens=2.0)
+    bucket.give(1.5)
+    assert bucket.take(0.0) and not bucket.take(0.0)
+    bucket.give(100.0)
+    assert bucket.take(0.0, tokens=2.0) and not bucket.take(0.0)

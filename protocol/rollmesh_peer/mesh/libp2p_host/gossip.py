@@ -44,8 +44,9 @@ _MAX_IDS: Final = 64
 """Message ids in one RPC, asked for or offered."""
 _ID_BYTES: Final = 32
 _MAX_BACK_OFF_S: Final = 120
-_RPCS_PER_S: Final = 50.0
-_RPC_BURST: Final = 200
+_RPCS_PER_S: Final = 10.0
+"""An honest neighbour sends two a second, and one for each message that is passed on."""
+_RPC_BURST: Final = 100
 _SEEN: Final = 4096
 """Message ids remembered: minutes of the pace that is let through."""
 _FLOOD_WEIGHT: Final = 0.05
@@ -211,7 +212,7 @@ class Gossip(Pubsub):
             self._report(str(forwarder), f"gossip on {topic} in a flood", weight=_FLOOD_WEIGHT)
             return False
         author = str(ID(message.from_id))
-        if author == str(self.my_id):
+        if author == str(self.my_id) or self._subscribers[topic].takes_nothing:
             return False
         if not signature_validator(message):
             self._report(str(forwarder), "a gossip message that its author did not sign")

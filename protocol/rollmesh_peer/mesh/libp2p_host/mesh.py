@@ -19,6 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.rcmgr import Direction
 
 from rollmesh_peer.mesh.address import Endpoint, PeerAddress, parse_peer_address
+from rollmesh_peer.mesh.doorway import Rank
 from rollmesh_peer.mesh.libp2p_host.gossip import Gossip
 from rollmesh_peer.mesh.libp2p_host.host import GuardedHost
 from rollmesh_peer.mesh.libp2p_host.services import running
@@ -36,12 +37,15 @@ log = logging.getLogger("rollmesh.mesh")
 _CLOSE_S: Final = 5.0
 """For closing all connections on the way out, which takes 0.3 s when peers answer."""
 
+_REFUSED_WEIGHT: Final = 0.1
+"""Of an offence: it takes some hundreds of refusals in a minute, and three a second are forgiven."""
+
 
 class Libp2pMesh:
     """A :class:`~rollmesh_peer.mesh.seam.Mesh` over libp2p; lives inside :meth:`running`."""
 
-    def __init__(self, *, key_seed: bytes, caps: Caps, gossip: bool) -> None:
-        self._swarm = GuardedSwarm(create_new_key_pair(key_seed), caps=caps)
+    def __init__(self, *, key_seed: bytes, caps: Caps, gossip: bool, rank: Rank) -> None:
+        self._swarm = GuardedSwarm(create_new_key_pair(key_seed), caps=caps, rank=rank)
         self._host = GuardedHost(self._swarm)
         self._gossip = Gossip(self._host, report=self._swarm.report) if gossip else None
         self._nursery: trio.Nursery | None = None
@@ -126,8 +130,10 @@ class Libp2pMesh:
             stream = Libp2pStream(raw, budget=self._budget)
             try:
                 await handler(stream)
-            except (LinkLost, Refused) as error:
+            except LinkLost as error:
                 log.debug("%s of %s: %s", protocol, short(stream.peer), error)
+            except Refused as error:
+                self._swarm.report(stream.peer, f"{protocol}: {error.code}", weight=_REFUSED_WEIGHT)
             except Exception:
                 log.exception("the handler of %s failed for %s", protocol, short(stream.peer))
                 await stream.reset()

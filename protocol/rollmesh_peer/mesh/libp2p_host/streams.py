@@ -25,7 +25,10 @@ async def give_up(stream: INetStream) -> None:
 
 
 class ReceivingBudget:
-    """Bytes of frames that are not complete yet, by peer and in all: what slow or many senders may make us hold."""
+    """Bytes of frames that are not complete yet, by peer and in all: what slow or many senders may make us hold.
+
+    A peer of which little is arriving is never refused, or others could hold back what they send and shut it out.
+    """
 
     def __init__(self) -> None:
         self._by_peer: Counter[str] = Counter()
@@ -39,7 +42,8 @@ class ReceivingBudget:
         """
         if self._by_peer[peer] + num_bytes > limits.RECEIVING_BYTES_PER_PEER:
             raise Refused("request.busy")
-        if self._total + num_bytes > limits.RECEIVING_BYTES:
+        is_large = self._by_peer[peer] + num_bytes > limits.RECEIVING_BYTES_FREE
+        if is_large and self._total + num_bytes > limits.RECEIVING_BYTES:
             raise Refused("request.busy", "too many large messages are arriving at once; try again in a moment")
         self._by_peer[peer] += num_bytes
         self._total += num_bytes

@@ -25,6 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnError, MuxedStreamError
 from multiaddr import Multiaddr
 
 from rollmesh_peer.mesh.address import PeerAddress, block_of
+from rollmesh_peer.mesh.doorway import Doorway, Rank, nobody_matters
 from rollmesh_peer.mesh.libp2p_host.streams import give_up
 from rollmesh_peer.mesh.libp2p_host.transport import GuardedConnection, Upgrader, dial_tcp
 from rollmesh_peer.mesh.libp2p_host.yamux import YamuxConnection
@@ -51,18 +52,23 @@ class Caps:
 class GuardedSwarm(Swarm):
     """The connections of one host."""
 
-    def __init__(self, keys: KeyPair, *, caps: Caps) -> None:
+    def __init__(self, keys: KeyPair, *, caps: Caps, rank: Rank = nobody_matters) -> None:
         self.caps = caps
         self.offences = OffenceBook()
         self._handshakes = 0
+        self._shaking: dict[trio.CancelScope, float] = {}
+        """Handshakes under way and since when, the oldest first."""
+        self._arrivals = TokenBucket(
+            rate=limits.ARRIVALS_S, burst=limits.ARRIVALS_BURST_IN_ALL, now=trio.current_time()
+        )
         self._inbound = 0
         self._blocks: dict[str, _Block] = {}
-        self._opening: dict[str, TokenBucket] = {}
+        self._doorway = Doorway(rank)
         self._lost: dict[ID, trio.Event] = {}
         peer_id = ID.from_pubkey(keys.public_key)
         peerstore = PeerStore()
         peerstore.add_key_pair(peer_id, keys)
-        upgrader = Upgrader(keys, is_welcome=self._is_welcome, report=self.report)
+        upgrader = Upgrader(keys, is_welcome=self._is_welcome, report=self.report, doorway=self._doorway)
         config = ConnectionConfig(
             max_connections=caps.connections,
             high_watermark=caps.connections,
@@ -76,8 +82,8 @@ class GuardedSwarm(Swarm):
 
     # --- connections -------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Nothing runs by itself: no pruning, no connecting to peers that somebody named."""
-        await self.manager.wait_finished()
+        """The door, and nothing by itself: no pruning, no connecting to peers that somebody named."""
+        await self._doorway.run()
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """One incoming TCP connection, from its first byte to its last."""
@@ -125,7 +131,6 @@ class GuardedSwarm(Swarm):
         super().remove_conn(swarm_conn)
         peer_id = swarm_conn.muxed_conn.peer_id
         if peer_id not in self.connections:
-            self._opening.pop(str(peer_id), None)
             lost = self._lost.pop(peer_id, None)
             if lost is not None:
                 lost.set()
@@ -157,9 +162,6 @@ class GuardedSwarm(Swarm):
         async def guarded(stream: INetStream) -> None:
             peer = str(stream.muxed_conn.peer_id)
             try:
-                if not self._may_open(peer):
-                    self.report(peer, "streams opened faster than they can be looked at")
-                    return
                 await handle(stream)
             except (StreamError, MuxedStreamError, MuxedConnError, LinkLost) as error:
                 log.debug("a stream of %s broke: %r", short(peer), error)
@@ -182,7 +184,8 @@ class GuardedSwarm(Swarm):
     async def _serve_within_caps(self, raw: GuardedConnection, *, block: _Block) -> None:
         if self._inbound >= max(1, self.caps.connections - limits.RESERVED_CONNECTIONS):
             return
-        if self._handshakes >= self.caps.handshakes or not block.may_enter(self.caps, now=trio.current_time()):
+        now = trio.current_time()
+        if not self._has_room(now) or not block.may_enter(self.caps, now=now) or not self._arrivals.take(now):
             return
         self._inbound += 1
         block.connections += 1
@@ -197,11 +200,27 @@ class GuardedSwarm(Swarm):
     async def _shake_hands(self, raw: GuardedConnection, *, block: _Block) -> IMuxedConn:
         self._handshakes += 1
         block.handshakes += 1
+        scope = trio.CancelScope()
+        self._shaking[scope] = trio.current_time()
         try:
-            return await self.upgrade_inbound_raw_conn(raw, Multiaddr(str(raw.remote)))
+            with scope:
+                return await self.upgrade_inbound_raw_conn(raw, Multiaddr(str(raw.remote)))
+            raise LinkLost("the handshake took long, and another one waits")
         finally:
+            self._shaking.pop(scope, None)
             block.handshakes -= 1
             self._handshakes -= 1
+
+    def _has_room(self, now: float) -> bool:
+        """True when one more handshake may begin; the slowest one gives way to it."""
+        if self._handshakes < self.caps.handshakes:
+            return True
+        scope, since = next(iter(self._shaking.items()), (None, now))
+        if scope is None or now - since < limits.SLOW_HANDSHAKE_S:
+            return False
+        del self._shaking[scope]
+        scope.cancel()
+        return True
 
     def _block(self, name: str) -> _Block:
         block = self._blocks.get(name)
@@ -214,15 +233,6 @@ class GuardedSwarm(Swarm):
 
     def _is_welcome(self, peer: str) -> bool:
         return peer != str(self.self_id) and not self.offences.is_banned(peer, now=trio.current_time())
-
-    def _may_open(self, peer: str) -> bool:
-        """Twice what the router answers: beyond it not even a refusal is worth its cost."""
-        now = trio.current_time()
-        bucket = self._opening.get(peer)
-        if bucket is None:
-            rate, burst = 2 * limits.MAX_REQUESTS_PER_S, 2 * limits.REQUEST_BURST
-            bucket = self._opening[peer] = TokenBucket(rate=rate, burst=burst, now=now)
-        return bucket.take(now)
 
 
 class _Block:

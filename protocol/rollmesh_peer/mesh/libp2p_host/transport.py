@@ -32,6 +32,7 @@ from libp2p.transport.exceptions import MuxerUpgradeFailure, SecurityUpgradeFail
 from libp2p.transport.upgrader import TransportUpgrader
 
 from rollmesh_peer.mesh.address import Endpoint, endpoint_of
+from rollmesh_peer.mesh.doorway import Doorway
 from rollmesh_peer.mesh.libp2p_host.yamux import Report, YamuxConnection
 from rollmesh_peer.mesh.libp2p_host.yamux_frames import PROTOCOL as YAMUX
 from rollmesh_protocol import limits
@@ -95,11 +96,14 @@ class GuardedConnection(RawConnection):
 class Upgrader(TransportUpgrader):
     """Turns a raw connection into a secured, then a muxed one."""
 
-    def __init__(self, keys: KeyPair, *, is_welcome: Callable[[str], bool], report: Report) -> None:
+    def __init__(
+        self, keys: KeyPair, *, is_welcome: Callable[[str], bool], report: Report, doorway: Doorway | None = None
+    ) -> None:
         noise = NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)
         super().__init__({NOISE: noise}, {TProtocol(YAMUX): YamuxConnection})
         self._is_welcome = is_welcome
         self._report = report
+        self._doorway = doorway
         self._raw: weakref.WeakKeyDictionary[ISecureConn, GuardedConnection] = weakref.WeakKeyDictionary()
 
     async def upgrade_security(
@@ -131,7 +135,7 @@ class Upgrader(TransportUpgrader):
         except MultiselectError as error:
             raise MuxerUpgradeFailure("the other side does not offer yamux") from error
         raw.lift_budget()
-        return YamuxConnection(conn, peer_id, remote=raw.remote, report=self._report)
+        return YamuxConnection(conn, peer_id, remote=raw.remote, report=self._report, doorway=self._doorway)
 
 
 async def dial_tcp(endpoint: Endpoint) -> GuardedConnection:

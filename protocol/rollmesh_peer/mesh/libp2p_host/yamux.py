@@ -7,6 +7,8 @@ Invariants:
 - a frame is written whole or not at all, whatever is cancelled;
 - unread bytes of a connection stay below ``limits.MAX_BUFFERED_BYTES``, and of a stream below the window we granted;
 - the reading loop never waits for a write, so two peers cannot wait for each other;
+- a stream that is opened waits in front of the host's door, and is made known to nobody before it is let in;
+- frames that carry little, and the bytes of requests, are read at a bounded pace: beyond it the other side waits;
 - a connection that is silent for ``limits.SILENT_S`` although probed is closed, even while a write is stuck.
 It is not a transport and does no negotiation.
 """
@@ -29,6 +31,7 @@ from libp2p.stream_muxer.exceptions import (
 from multiaddr import Multiaddr
 
 from rollmesh_peer.mesh.address import Endpoint
+from rollmesh_peer.mesh.doorway import Doorway, Visitor
 from rollmesh_peer.mesh.libp2p_host.yamux_frames import (
     ACK,
     DATA,
@@ -43,6 +46,7 @@ from rollmesh_peer.mesh.libp2p_host.yamux_frames import (
     frame,
 )
 from rollmesh_peer.mesh.libp2p_host.yamux_stream import StreamOwner, YamuxStream
+from rollmesh_peer.mesh.rates import TokenBucket
 from rollmesh_protocol import limits
 from rollmesh_protocol.identity import short
 
@@ -52,6 +56,14 @@ _MAX_INBOUND: Final = 2 * limits.MAX_STREAMS_PER_PEER
 """Streams opened by the other side; above the router's own bound, so that its refusals can be sent."""
 _MAX_CONTROL: Final = 4 * 1024
 """Control frames waiting to be written; only a peer that floods us without reading gets there."""
+_LARGE_BYTES: Final = 8 * limits.KIB
+"""A frame that carries this much pays for itself: it is bounded by windows, and as many bytes that we send earn one."""
+_FRAMES_IN_A_ROW: Final = 8
+"""Frames of one connection that are read before others have their turn."""
+_PAUSE_S: Final = 0.1
+"""Who has sent more small frames than we read waits for so long."""
+_FLOOD_WEIGHT: Final = 0.25
+"""Of an offence: one stream opened too fast, or one such pause."""
 
 
 class Report(Protocol):
@@ -68,7 +80,13 @@ class YamuxConnection(StreamOwner):
     """All streams between us and one peer over one connection."""
 
     def __init__(
-        self, conn: ISecureConn, peer_id: ID, *, remote: Endpoint | None = None, report: Report | None = None
+        self,
+        conn: ISecureConn,
+        peer_id: ID,
+        *,
+        remote: Endpoint | None = None,
+        report: Report | None = None,
+        doorway: Doorway | None = None,
     ) -> None:
         self.peer_id = peer_id
         self.remote: Final = remote
@@ -77,6 +95,7 @@ class YamuxConnection(StreamOwner):
         self._peer: Final = str(peer_id)
         self._secured = conn
         self._report = report
+        self._doorway = doorway
         self._streams: dict[int, YamuxStream] = {}
         self._next_number = 1 if conn.is_initiator else 2
         self._inbound = 0
@@ -87,7 +106,12 @@ class YamuxConnection(StreamOwner):
         self._write_lock = trio.StrictFIFOLock()
         self._accept_send, self._accept_receive = trio.open_memory_channel[YamuxStream](_MAX_INBOUND)
         self._ended = False
-        self._heard = trio.current_time()
+        self._heard = now = trio.current_time()
+        self._frames = TokenBucket(rate=limits.MAX_FRAMES_PER_S, burst=limits.FRAMES_BURST, now=now)
+        self._openings = TokenBucket(rate=2 * limits.MAX_REQUESTS_PER_S, burst=2 * limits.REQUEST_BURST, now=now)
+        """Twice what the router answers: beyond it not even a refusal is worth its cost."""
+        self._requested = TokenBucket(rate=limits.REQUEST_BYTES_PER_S, burst=limits.REQUEST_BYTES_BURST, now=now)
+        self._in_a_row = 0
         self._scope = trio.CancelScope()
 
     # --- the library's interface -------------------------------------------------------------------------------------
@@ -185,6 +209,7 @@ class YamuxConnection(StreamOwner):
                 raise MuxedStreamReset("the connection broke") from error
         if self._ended:
             raise MuxedStreamReset("the connection is closed")
+        self._frames.give(len(frames) / _LARGE_BYTES)
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def post(self, frames: bytes) -> None:
@@ -237,6 +262,19 @@ class YamuxConnection(StreamOwner):
                 self._scope.cancel()
             else:
                 raise _BreachError(f"a frame of unknown kind {kind}")
+            if kind != DATA or length < _LARGE_BYTES:
+                await self._rest()
+
+    async def _rest(self) -> None:
+        """After a small frame: let others have their turn now and then, and hold a flood up."""
+        self._in_a_row += 1
+        if self._in_a_row >= _FRAMES_IN_A_ROW:
+            self._in_a_row = 0
+            await trio.lowlevel.checkpoint()
+        while not self._frames.take(trio.current_time()):
+            self._offend("frames sent faster than they can be looked at")
+            await trio.sleep(_PAUSE_S)
+            self._heard = trio.current_time()  # it may have said more than enough meanwhile, unread
 
     async def _on_data(self, flags: int, number: int, length: int) -> None:
         stream = self._stream(flags, number)
@@ -254,6 +292,10 @@ class YamuxConnection(StreamOwner):
                 self._unread += len(piece)
                 stream.arrived(piece)
         self._on_flags(stream, flags)
+        if self._is_remote(number):  # what we asked for ourselves may come as fast as it can
+            while not self._requested.take(trio.current_time(), tokens=length):
+                await trio.sleep(_PAUSE_S)
+                self._heard = trio.current_time()
 
     def _stream(self, flags: int, number: int) -> YamuxStream | None:
         """The stream that a frame belongs to, new if the frame opens one; None for one that is over or refused."""
@@ -262,20 +304,44 @@ class YamuxConnection(StreamOwner):
             return stream
         if stream is not None or not self._is_remote(number):
             raise _BreachError(f"a stream opened under the wrong number {number}")
-        if self._inbound >= _MAX_INBOUND:
-            if self._report is not None:
-                self._report(self._peer, f"more than {_MAX_INBOUND} streams at a time")
+        if self._inbound >= _MAX_INBOUND or not self._openings.take(trio.current_time()):
+            self._offend("streams opened faster than they can be looked at, or too many at a time")
             self.post(frame(WINDOW, RST, number, 0))
             return None
         stream = YamuxStream(self, number)
         self._streams[number] = stream
         self._inbound += 1
-        self.post(frame(WINDOW, ACK, number, 0))
+        if self._doorway is None:
+            self._let_in(stream)
+        else:
+            self._doorway.knock(self._peer, self._visitor(stream))
+        return stream
+
+    def _visitor(self, stream: YamuxStream) -> Visitor:
+        def turn_away() -> None:
+            self.post(frame(WINDOW, RST, stream.number, 0))
+            stream.end()
+            self.forget(stream)
+
+        return Visitor(
+            since=trio.current_time(),
+            is_wanted=lambda: self._streams.get(stream.number) is stream,
+            come_in=lambda: self._let_in(stream),
+            turn_away=turn_away,
+        )
+
+    def _let_in(self, stream: YamuxStream) -> None:
         try:
             self._accept_send.send_nowait(stream)
         except trio.WouldBlock:
-            raise _BreachError("streams opened faster than they are taken") from None
-        return stream
+            log.info("closing the connection to %s: it opens and resets streams without end", short(self._peer))
+            self._abort()
+        else:
+            self.post(frame(WINDOW, ACK, stream.number, 0))
+
+    def _offend(self, what: str) -> None:
+        if self._report is not None:
+            self._report(self._peer, what, weight=_FLOOD_WEIGHT)
 
     def _on_flags(self, stream: YamuxStream | None, flags: int) -> None:
         if stream is None:
