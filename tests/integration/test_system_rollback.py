@@ -12,7 +12,7 @@ import pytest
 from tests.support.chronicle import Chronicle, fetched, held
 from tests.support.system import System, open_system
 
-PATIENCE_S = 500.0
+PATIENCE_S = 100.0
 """Of one life; a quiet machine needs ten seconds."""
 STEPS = 8
 SETTINGS = ("training.lr=1e-4", "leases.min_duration_s=2", "leases.max_duration_s=5")
@@ -56,17 +56,17 @@ async def test_nodes_follow_back_to_the_old_weights_and_the_run_goes_on(tmp_path
         assert "Traceback" not in system.learner.log + "".join(node.log for node in nodes)
 
 
-DEATHS = ("rollback.tripped", "rollback.recorded", "rollback.discarded", "rollback.done", "version.reserved:1")
+DEATHS = ("rollback.tripped", "rollback.recorded", "rollback.discarded", "rollback.done", "version.reserved")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_a_learner_that_is_killed_on_its_way_back_ends_where_it_would_have(tmp_path: Path) -> None:
     """One run whose trainer says each time that its gradient is no number, and a learner that dies at every point."""
     with open_system(tmp_path, *SETTINGS, steps=STEPS, faults=DEATHS[0], within=lying("loss", "nan", "7")) as system:
         chronicle = Chronicle(system)
         nodes = [await system.add_node(name) for name in ("north", "south")]
-        for death in [*DEATHS[1:4], ""]:
+        for death in [*DEATHS[1:], ""]:
             assert await system.learner.wait(PATIENCE_S) == -signal.SIGKILL
             chronicle.look()
             _lie_about(system, _next_group(system) + 3)

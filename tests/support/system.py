@@ -27,7 +27,7 @@ from rollmesh_peer.testing.tiny_model import prepare_tiny
 from rollmesh_protocol.errors import LinkLost
 from rollmesh_protocol.status import NodeStatus, RunStatus, StatusAnswer, StatusRequest
 
-PATIENCE_S = 500.0
+PATIENCE_S = 60.0
 """Deadline of every wait; what is waited for takes seconds on a quiet machine."""
 
 

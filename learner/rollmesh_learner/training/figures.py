@@ -72,7 +72,7 @@ def report(
     Metrics: ``loss``; ``gradient_norm`` (largest, before clipping; left out without an update); ``lr``;
     ``kl_behaviour`` (k3, nats, of pi_old from the mu that came with the rollouts) and its tokens'
     ``logprob_error_median`` and ``_p99``; ``clamped_fraction`` of claimed tokens; ``importance_mean``;
-    ``clip_fraction``; ``kl_update`` (k3, nats, of the policy after the step from pi_old, on a few of its rollouts; left
+    ``clip_fraction``; ``kl_update`` (k2, nats, of the policy after the step from pi_old, on a few of its rollouts; left
     out without an update); ``figures_not_finite`` (how many are left out for that); ``surprisal`` (mean -pi_old, nats);
     ``tokens``; ``computed_tokens`` (all passes, shared beginnings once); ``groups``; ``groups_with_gradient``;
     ``updates``; ``updates_refused``; ``seconds_old``, ``_gradient``, ``_optimiser``, ``_drift`` and ``_total``.

@@ -125,14 +125,18 @@ class PolicyTrainer:
             tally.nodes += nodes
 
     def _drift(self, batch: FlatBatch, *, tally: Tally) -> float:
-        """How far the step has moved the policy: mean k3 of it from pi_old over the tokens of a few samples, nats."""
+        """How far the step has moved the policy: half the mean squared change of its log-probabilities, in nats.
+
+        That is the k2 estimate of the divergence, over the tokens of a few samples. k3 would explode for one rare token
+        that was rewarded and became likely.
+        """
         count = len(batch.samples)
         few = range(0, count, -(-count // min(DRIFT_SAMPLES, -(-count // DRIFT_SHARE))))
         now = torch.zeros_like(batch.old)
         self._evaluate(self._model, batch, few, into=now, tally=tally)
         where = batch.where(few)
         difference = (now - batch.old)[where].double().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-        return float((difference.expm1() - difference).mean())
+        return float(difference.square().mean() / 2)
 
     def _epoch(self, batch: FlatBatch, carrying: Sequence[int], *, tally: Tally) -> None:
         parts = split_groups(
