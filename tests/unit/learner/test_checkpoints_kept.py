@@ -72,8 +72,10 @@ async def test_a_deletion_that_was_interrupted_is_finished(tmp_path: Path, monke
     for step in (2, 4, 6, 8):
         (tmp_path / f"step-{step:08d}" / "inner").mkdir(parents=True)
 
+    delete = shutil.rmtree
+
     def half(folder: Path) -> None:
-        shutil.rmtree(folder / "inner")
+        delete(folder / "inner")
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
