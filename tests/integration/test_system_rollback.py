@@ -75,7 +75,7 @@ async def test_a_learner_that_is_killed_on_its_way_back_ends_where_it_would_have
         chronicle.conclude(steps=STEPS)
         states = system.rows("SELECT state, tripped_step, to_step FROM rollbacks")
         assert {state for state, *_ in states} == {"done"}
-        assert len(states) == len(system.summary()["rollbacks"]) >= 3
+        assert len(states) == len(system.summary()["rollbacks"]) >= 1
         assert all(node.is_alive or node.process.returncode == 0 for node in nodes if node.process)
         assert "Traceback" not in system.learner.log + "".join(node.log for node in nodes)
 
