@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollmesh_peer.command import SubParsers
 
 EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 TOKEN_BYTES: Final = 16
 HARD_S: Final = 8.0
@@ -78,9 +79,11 @@ async def _run(config: LearnerConfig) -> int:
         return EXIT_INTERRUPTED
     (outcome,) = ended
     how = "complete" if outcome.is_complete else "stopped; the same command goes on from here"
+    if outcome.given_up:
+        how = f"stopped: {outcome.given_up}"
     summary = outcome.summary
     print(f"the run is {how}: {summary.steps} steps, checkpoint {summary.checkpoint or 'none'}", flush=True)
-    return EXIT_OK
+    return EXIT_FAILED if outcome.given_up else EXIT_OK
 
 
 def _announce(ready: Ready) -> None:

@@ -154,7 +154,7 @@ class Training(Section, TrainingSettings):
     checkpoint_every: Annotated[int, Unit("steps"), Field(ge=1, le=100_000)] = 5
     """Steps between two checkpoints; steps after the last one are done again after a crash."""
     checkpoints_kept: Annotated[int, Unit("checkpoints"), Field(ge=1, le=1000)] = 2
-    """Older checkpoints are deleted."""
+    """Older checkpoints are deleted, but for what a rollback needs: all back to one that is S + 3 steps older."""
 
 
 class Audit(Section):
@@ -196,6 +196,53 @@ class Audit(Section):
     """Where the auditor computes."""
     threads: Threads = 0
     """Threads of the auditor on a CPU; 0 leaves the choice to torch."""
+
+
+class Tripwires(Section):
+    """From where on a step counts as gone wrong: the run then goes back to the last good weights.
+
+    The reasons for the forms of the bounds are in ``training.tripwires``; the defaults leave every honest run on record
+    alone with room to spare.
+    """
+
+    enabled: bool = True
+    """False lets a run go wherever it goes."""
+    window: Annotated[int, Unit("steps"), Field(ge=5, le=1000)] = 20
+    """The last good steps with which a step is compared."""
+    min_steps: Annotated[int, Unit("steps"), Field(ge=5, le=1000)] = 10
+    """With fewer good steps than this nothing is compared; absolute bounds act from the first step on."""
+    spike_factor: Annotated[float, Unit("robust standard deviations"), Field(ge=1, le=1000)] = 10.0
+    """A divergence or gradient norm so far above the median of the window trips, if it is above its floor too."""
+    kl_floor: Nats = 0.2
+    """A step whose update moves the policy by no more than this is never compared with others."""
+    kl_most: Nats = 2.0
+    """A step whose update moves the policy by more than this trips whatever came before."""
+    gradient_floor: Annotated[float, Unit("L2 norm"), Field(gt=0)] = 10.0
+    """A gradient, before it is scaled down, that is no larger than this is never compared with others."""
+    gradient_most: Annotated[float, Unit("L2 norm"), Field(gt=0)] = 1000.0
+    """A gradient that is larger than this trips whatever came before."""
+    clipped_most: Share = 0.5
+    """A larger share of tokens with a clipped probability ratio trips."""
+    reward_fall: Annotated[float, Unit("reward"), Field(gt=0, le=1)] = 0.25
+    """A mean reward that falls below the median of the window by less than this never trips."""
+    reward_rise: Annotated[float, Unit("reward"), Field(gt=0, le=1)] = 0.5
+    """One that rises above the best of the last 5 steps by less than this never trips."""
+    reward_factor: Annotated[float, Unit("robust standard deviations"), Field(ge=1, le=1000)] = 3.0
+    """Nor does one that is off by less than this; and it must be off by more than the luck of prompts explains."""
+    length_share: Annotated[float, Unit("share of the median"), Field(gt=0, le=10)] = 0.5
+    """A mean length that leaves the range of the last 5 steps by less never trips; few prompts are allowed more."""
+    length_factor: Annotated[float, Unit("robust standard deviations"), Field(ge=1, le=1000)] = 5.0
+    """Nor does one that leaves it by less than this."""
+    most_rollbacks: Annotated[int, Unit("rollbacks"), Field(ge=0, le=1000)] = 3
+    """One more than this within rollback_steps ends the run, with a good checkpoint; 0 ends it at the first."""
+    rollback_steps: Annotated[int, Unit("steps"), Field(ge=1, le=1_000_000)] = 200
+    """The steps over which rollbacks are counted together."""
+
+    @model_validator(mode="after")
+    def _can_act(self) -> Self:
+        if self.min_steps > self.window:
+            raise ValueError("min_steps must not exceed window: bounds that compare would never act")
+        return self
 
 
 class Trust(Section):
@@ -274,6 +321,8 @@ class LearnerConfig(Section):
     """The objective and the optimiser (AdamW with fp32 masters), and the trainer's process."""
     audit: Audit = Audit()
     """Recomputation of rollouts under the exact weights that they claim."""
+    tripwires: Tripwires = Tripwires()
+    """From where on a step counts as gone wrong: the run then goes back to the last good weights."""
     trust: Trust = Trust()
     """From where on a node's log-probabilities send a rollout to the auditor."""
     weights: Weights = Weights()

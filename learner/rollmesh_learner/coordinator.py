@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -28,7 +29,7 @@ from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
 from rollmesh_learner.config import LearnerConfig
-from rollmesh_learner.crew import Crew, answer_limits, open_crew
+from rollmesh_learner.crew import CHECKPOINTS, Crew, answer_limits, open_crew
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.members.shares import Shares
@@ -38,13 +39,15 @@ from rollmesh_learner.publishing.opening import open_publisher
 from rollmesh_learner.publishing.publisher import Publisher
 from rollmesh_learner.publishing.spread import SpreadBook
 from rollmesh_learner.publishing.versions import Versions
-from rollmesh_learner.records import restore
+from rollmesh_learner.records import restore, rollbacks
 from rollmesh_learner.records.audits import TrustMemory, load_trust
 from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_learner.records.summary import RunSummary, summarise, write_summary
 from rollmesh_learner.run_keys import load_run_keys
 from rollmesh_learner.status import RunReporter
 from rollmesh_learner.steps import Stepper
+from rollmesh_learner.training.client import discard_beyond
+from rollmesh_learner.watch import Watch
 from rollmesh_learner.work.book import Book
 from rollmesh_learner.work.intake import Intake
 from rollmesh_learner.work.leasing import LeaseDesk
@@ -88,6 +91,8 @@ class Outcome:
     """How a run, or this process's share of it, ended."""
 
     is_complete: bool
+    given_up: str
+    """Why the run must not go on by itself, in a sentence; empty when it may."""
     folder: Path
     summary: RunSummary
 
@@ -106,6 +111,7 @@ async def run_learner(
         async with open_ledger(folder / "ledger.sqlite") as ledger:
             run = await name_run(ledger, config, folder=folder)
             model = await base_of_run(ledger, config.model)
+            await rollbacks.finish(ledger, partial(discard_beyond, folder / CHECKPOINTS))
             async with (
                 open_crew(config, model=model, folder=folder) as hands,
                 open_publisher(config, run=run, identity=identity, folder=folder, layout=hands.layout) as (
@@ -235,6 +241,7 @@ class _Learner:
             publisher=publisher,
             versions=self._versions,
             auditor=self._auditor,
+            watch=Watch(terms.watch_rules(config), ledger=ledger),
             exports=exports,
             metrics_file=folder / "metrics.jsonl",
             rewind=self._rewind,
@@ -286,7 +293,8 @@ class _Learner:
                     await announcer.notify("ended", text="every step is done")
                     await trio.sleep(FAREWELL_S)
                 nursery.cancel_scope.cancel()
-        return Outcome(is_complete=is_complete, folder=self._folder, summary=summary)
+        given_up = self._stepper.given_up
+        return Outcome(is_complete=is_complete, given_up=given_up, folder=self._folder, summary=summary)
 
     def _register(self, mesh: Mesh, reporter: RunReporter, sharing: Sharing) -> WelcomeDesk:
         config = self._config

@@ -18,6 +18,7 @@ from typing import Final
 
 import trio
 
+from rollmesh_learner import terms
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.training.client import TrainerClient
 from rollmesh_learner.training.settings import TrainingSettings
@@ -40,6 +41,8 @@ from rollmesh_protocol.limits import MIB
 
 _log = logging.getLogger("rollmesh.learner")
 
+CHECKPOINTS: Final = "checkpoints"
+"""The folder of checkpoints in that of the run."""
 _START_S: Final = 120.0
 _OPEN_S: Final = 600.0
 _TORCH_ENVIRONMENT: Final = {
@@ -92,7 +95,7 @@ async def open_crew(config: LearnerConfig, *, model: ModelFolder, folder: Path) 
     """
     facts = PrompterFacts()
     told: list[Confinement] = []
-    trainer = make_trainer(config, model=model.path, checkpoints=folder / "checkpoints")
+    trainer = make_trainer(config, model=model.path, checkpoints=folder / CHECKPOINTS)
     prompter = make_prompter(config, model=model.path, facts=facts)
     scorer = make_scorer(config, hidden=(folder,), note=told.append)
     async with trio.open_nursery() as nursery:
@@ -149,6 +152,7 @@ def make_trainer(config: LearnerConfig, *, model: Path, checkpoints: Path) -> Tr
         opening=opening,
         checkpoints=checkpoints,
         kept=config.training.checkpoints_kept,
+        reach=terms.rollback_reach(config),
     )
 
 

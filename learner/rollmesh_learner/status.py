@@ -113,6 +113,8 @@ class RunReporter:
                 step=self._book.next_step,
                 steps=self._steps,
                 mean_reward=self._stepper.mean_reward,
+                rollbacks=self._stepper.num_rollbacks,
+                last_rollback=self._stepper.last_rollback[: limits.MAX_TEXT_CHARS],
                 groups_leased=sum(1 for g in self._book.groups.values() if not g.is_complete),
                 groups_ready=sum(1 for g in self._book.groups.values() if g.is_complete),
                 rollouts_accepted=self._book.tally.accepted,

@@ -20,10 +20,12 @@ import trio
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.publishing.publisher import Prepared, Publisher
 from rollmesh_learner.publishing.versions import Versions
-from rollmesh_learner.records import rows
+from rollmesh_learner.records import rollbacks, rows
 from rollmesh_learner.records.ledger import Ledger, number
 from rollmesh_learner.records.metrics import MetricsFile
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
+from rollmesh_learner.training.tripwires import Line, Trip
+from rollmesh_learner.watch import Watch
 from rollmesh_learner.work.book import Book
 from rollmesh_learner.work.groups import Group
 from rollmesh_peer.children.frames import Body
@@ -38,6 +40,8 @@ T = TypeVar("T")
 
 _AGAIN_S: Final = 2.0
 """Between two tries of what this machine or a child could not do."""
+_NOBODYS_LIFE: Final = 0
+"""No trainer has it: theirs count from 1."""
 _LOOK_S: Final = 0.5
 """The batch is looked at whenever something was scored or audited, and this often besides."""
 
@@ -79,6 +83,7 @@ class Stepper:
         publisher: Publisher,
         versions: Versions,
         auditor: Auditor,
+        watch: Watch,
         exports: Path,
         metrics_file: Path,
         rewind: Callable[[int], Awaitable[None]],
@@ -90,6 +95,7 @@ class Stepper:
         self._publisher = publisher
         self._versions = versions
         self._auditor = auditor
+        self._watch = watch
         self._exports = exports
         self._metrics = MetricsFile(metrics_file, ledger=ledger)
         self._rewind = rewind
@@ -103,6 +109,18 @@ class Stepper:
         self.state = "starting"
         self.mean_reward: float | None = None
         self.checkpoint: Path | None = None
+        self.given_up = ""
+        """Why the run must not go on by itself, in a sentence; empty while it may."""
+
+    @property
+    def last_rollback(self) -> str:
+        """Which wire tripped last and what followed, in words; empty when none ever did."""
+        return self._watch.last
+
+    @property
+    def num_rollbacks(self) -> int:
+        """How often the run went back to older weights because a wire tripped."""
+        return len(self._watch.rollbacks)
 
     @property
     def trouble(self) -> str:
@@ -129,6 +147,7 @@ class Stepper:
                 async with self._publishing:
                     pass  # what is being published now is a version that the rewind must know of
                 await self._rewind(self._saved_step)
+                await self._watch.reload()
                 await self._metrics.rewrite()
             except ChildFailed as error:
                 _log.warning("the trainer is not back yet: %s", error.detail)
@@ -143,6 +162,7 @@ class Stepper:
             HostError: after :meth:`stop`, when this machine cannot save what there is.
         """
         async with trio.open_nursery() as nursery:
+            self._stop_if_hopeless()
             while not self._is_stopping and (self._book.next_step < self._plan.steps or self._is_behind):
                 try:
                     await self._one_step(nursery)
@@ -153,7 +173,7 @@ class Stepper:
                 await self._save_before_leaving()
             self.state = "finishing the last publication"
         is_complete = self._book.next_step >= self._plan.steps
-        self.state = "the run is complete" if is_complete else "stopped"
+        self.state = "the run is complete" if is_complete else self.given_up or "stopped"
         return is_complete
 
     @property
@@ -179,9 +199,14 @@ class Stepper:
         outcome = await self._trainer.train(step, groups, life=self._life)
         trained_s = trio.current_time() - started
         fault_point("step.trained")
-        await self._note(step, groups, outcome, waited_s=waited_s, trained_s=trained_s)
+        line = self._account(step, groups, outcome, waited_s=waited_s, trained_s=trained_s)
         for key in outcome.suspects:
             self._suspect(groups, key)
+        trip = self._watch.judge(line)
+        if trip is not None:
+            await self._roll_back(trip)
+            return
+        await self._note(step, line)
         is_last = step + 1 == self._plan.steps
         if (step + 1) % self._plan.checkpoint_every == 0 or is_last:
             await self._save(step + 1)
@@ -192,6 +217,35 @@ class Stepper:
             self.clock.worked_s += trio.current_time() - started
         else:
             self.clock.first_batch_s = waited_s
+
+    async def _roll_back(self, trip: Trip) -> None:
+        """Nothing of the step that tripped is published or saved; what came before it is undone to a good checkpoint.
+
+        Each of these is durable before the next: the rollback and all that it voids, in one transaction -> later
+        checkpoints deleted -> the ledger knows that they are. The rest is what follows on any loss: a trainer opens
+        the newest checkpoint, the book goes back to it, and its weights are published again under a new version.
+        """
+        self.state = f"going back to good weights: step {trip.step} tripped a wire ({trip.wire}: {trip.sentence})"
+        fault_point("rollback.tripped")
+        self._life = _NOBODYS_LIFE
+        await self._trainer.stop()
+        async with self._publishing:  # what is being published is given up, or is a version that must be undone
+            self._book.suspend()
+            rollback = await self._watch.record(trip, saved=self._trainer.saved_steps())
+        self._book.tally.void += rollback.voided
+        fault_point("rollback.recorded")
+        await self._insist("the rollback", lambda: rollbacks.finish(self._ledger, self._trainer.discard_beyond))
+        self._saved_step, self.checkpoint = rollback.to_step, self._trainer.newest
+        await self._trainer.restart()
+        if not self._is_stopping:
+            await self.settle()
+            self._stop_if_hopeless()
+
+    def _stop_if_hopeless(self) -> None:
+        self.given_up = self._watch.hopeless(self._book.next_step)
+        if self.given_up:
+            _log.error("the run stops: %s", self.given_up)
+            self.stop()
 
     async def _wait_for_batch(self) -> bool:
         """Wait until the next batch is complete; False when the run is to stop instead."""
@@ -333,14 +387,14 @@ class Stepper:
         self._versions.publish(Head(version=head.version, step=step, root=head.root))
 
     # --- accounts ----------------------------------------------------------------------------------------------------
-    async def _note(
+    def _account(
         self, step: int, groups: list[Group], outcome: StepOutcome, *, waited_s: float, trained_s: float
-    ) -> None:
+    ) -> dict[str, object]:
         rollouts = [s.rollout for group in groups for s in group.samples if s.rollout is not None]
         rewards = [rollout.reward or 0.0 for rollout in rollouts]
         ages = [age(consuming_step=step, weights_step=rollout.step) for rollout in rollouts]
         self.mean_reward = sum(rewards) / len(rewards)
-        line = {
+        return {
             "step": step,
             "reward": self.mean_reward,
             "updated": outcome.updated,
@@ -354,11 +408,16 @@ class Stepper:
             "wall_time": time.time(),
             **outcome.metrics,
         }
-        text = json.dumps(line)
+
+    async def _note(self, step: int, line: Line) -> None:
+        """A good step."""
+        notes = self._watch.notes(step)
+        text = json.dumps({**line, "rollbacks": notes} if notes else line)
         await self._ledger.commit(rows.step_trained(step, text))
         await self._metrics.add(text)
-        _log.info("step %d: reward %.3f, age %.1f, waited %.1f s, trained %.1f s", step, self.mean_reward,
-                  line["age_mean"], waited_s, trained_s)  # fmt: skip
+        self._watch.accept(line)
+        _log.info("step %d: reward %.3f, age %.1f, waited %.1f s, trained %.1f s", step, line["reward"],
+                  line["age_mean"], line["waited_s"], line["trained_s"])  # fmt: skip
 
     def _suspect(self, groups: list[Group], key: tuple[bytes, int]) -> None:
         for group in groups:

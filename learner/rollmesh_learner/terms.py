@@ -9,6 +9,8 @@ from rollmesh_learner.members.standing import StandingRules
 from rollmesh_learner.members.welcome import AdmissionTerms
 from rollmesh_learner.run_keys import RunKeys
 from rollmesh_learner.steps import StepPlan
+from rollmesh_learner.training.tripwires import POOLED, Bounds
+from rollmesh_learner.watch import WatchRules
 from rollmesh_learner.work.book import Rules
 from rollmesh_learner.work.intake import IntakeTerms
 from rollmesh_learner.work.leasing import LeaseTerms
@@ -28,6 +30,21 @@ def step_plan(config: LearnerConfig) -> StepPlan:
         publish_every=config.rollouts.publish_every,
         checkpoint_every=config.training.checkpoint_every,
     )
+
+
+def watch_rules(config: LearnerConfig) -> WatchRules:
+    """How the steps are watched."""
+    wires = config.tripwires
+    return wires.to(WatchRules, bounds=wires.to(Bounds), checkpoint_every=config.training.checkpoint_every)
+
+
+def rollback_reach(config: LearnerConfig) -> int:
+    """How many steps older than the newest a checkpoint must be that is kept to go back to.
+
+    The rewards of the last few steps, of rollouts up to S steps old, may tell that the weights of the oldest were bad
+    already, so that the step before that is the newest one above suspicion.
+    """
+    return config.rollouts.staleness + POOLED if config.tripwires.enabled else 0
 
 
 def lease_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> LeaseTerms:

@@ -61,6 +61,12 @@ POINTS: Final[dict[str, str]] = {
     "step.trained": "the trainer has done the step, no checkpoint holds it",
     "step.checkpointed": "the checkpoint is durable, the ledger does not know",
     "step.final": "the ledger knows that the checkpoint's steps are final",
+    # learner: a wire tripped
+    "rollback.tripped": "a step is not good, and nothing is written down",
+    "rollback.recorded": "the ledger has the rollback, the checkpoints that it undoes are still there",
+    "rollback.discarding": "some of those checkpoints are deleted",
+    "rollback.discarded": "all of them are deleted, the ledger does not know",
+    "rollback.done": "the ledger knows, no trainer was opened again",
     "audit.recomputed": "auditor: the rollout is recomputed, the verdict was not told",
 }
 """Every point of the product, and what has happened when it is passed. ``test.*`` belongs to programs of the tests."""

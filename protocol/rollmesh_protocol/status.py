@@ -117,6 +117,10 @@ class RunStatus(Record):
     steps: int = Field(ge=0)
     mean_reward: float | None
     """Over all rollouts accepted for the last step, before any filter."""
+    rollbacks: int = Field(ge=0, default=0)
+    """How often the run went back to older weights because a step had gone wrong."""
+    last_rollback: Sentence = ""
+    """The last of them: which figure passed which bound, from which step to which, rollouts voided."""
     groups_leased: int = Field(ge=0)
     groups_ready: int = Field(ge=0)
     rollouts_accepted: int = Field(ge=0)

@@ -85,6 +85,12 @@ CREATE TABLE audits (
     at REAL NOT NULL, PRIMARY KEY (lease_id, sample)) WITHOUT ROWID;
 CREATE TABLE invites (token BLOB PRIMARY KEY, used_by TEXT NOT NULL, used_at REAL NOT NULL) WITHOUT ROWID;
 """
+_ADDED: Final = """
+CREATE TABLE IF NOT EXISTS rollbacks (
+    number INTEGER PRIMARY KEY, tripped_step INTEGER NOT NULL, to_step INTEGER NOT NULL, voided INTEGER NOT NULL,
+    detail TEXT NOT NULL, at REAL NOT NULL, state TEXT NOT NULL CHECK (state IN ('begun', 'done')));
+"""
+"""Tables that ledgers of this format may have been made without."""
 
 
 class Ledger:
@@ -268,8 +274,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={SCHEMA_VERSION};COMMIT;")
         elif version != SCHEMA_VERSION:
             raise HostError(f"the ledger {path} was written by another version of rollmesh (format {version})")
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("COMMIT")
+        connection.executescript(f"BEGIN IMMEDIATE;{_ADDED}COMMIT;")
     except sqlite3.OperationalError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise HostError(f"the ledger {path} is in use by another process") from error

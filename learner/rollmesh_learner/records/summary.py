@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh_learner.audit.drawing import MEANS
 from rollmesh_learner.members.standing import Record
-from rollmesh_learner.records import audits, restore
+from rollmesh_learner.records import audits, restore, rollbacks
 from rollmesh_learner.records.ledger import Ledger, number, real
 from rollmesh_learner.work.lengths import Fate
 from rollmesh_peer.weights.durable import write_file
@@ -56,6 +56,8 @@ class RunSummary:
     audits_failed: int
     staleness_max: int | None
     bubble_fraction: float
+    rollbacks: tuple[dict[str, object], ...]
+    """What tripped, from which step to which the run went back, and how many rollouts were voided; oldest first."""
     rollouts: dict[str, int]
     """How many rollouts are in each state: their sum is everything that was ever acknowledged."""
     trust: TrustAccount
@@ -97,6 +99,7 @@ async def summarise(
         audits_failed=verdicts.get("hard", 0),
         staleness_max=max((int(line["age_max"]) for line in metrics), default=None),
         bubble_fraction=bubble_fraction,
+        rollbacks=tuple(rollback.as_record() for rollback in await rollbacks.all_rollbacks(ledger)),
         rollouts=await restore.accounts(ledger),
         trust=await _trust(ledger),
         checkpoint=str(checkpoint) if checkpoint else None,

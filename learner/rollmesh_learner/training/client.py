@@ -22,6 +22,8 @@ from rollmesh_learner.work.groups import Group, RolloutKey, StoredRollout
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.process import Child, ChildSpec
 from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_peer.faults import fault_point
+from rollmesh_peer.weights.durable import disk_errors
 from rollmesh_protocol.errors import ChildFailed
 
 _OPEN_S: Final = 1800.0
@@ -43,10 +45,11 @@ class StepOutcome:
 class TrainerClient:
     """Owns the trainer child. Run :meth:`run` in a nursery."""
 
-    def __init__(self, spec: ChildSpec, *, opening: Body, checkpoints: Path, kept: int) -> None:
+    def __init__(self, spec: ChildSpec, *, opening: Body, checkpoints: Path, kept: int, reach: int = 0) -> None:
         self._opening = opening
         self._checkpoints = checkpoints
         self._kept = kept
+        self._reach = reach
         self._supervisor = Supervisor(spec, self._prepare)
         self.life = 0
         """Counts the trainers that were opened; a change means that steps may be lost."""
@@ -84,6 +87,23 @@ class TrainerClient:
         await self._supervisor.stop()
         self._supervisor.start()
 
+    async def stop(self) -> None:
+        """End the trainer, whose weights nobody may have; none is opened before :meth:`restart`."""
+        await self._supervisor.stop()
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint that the next trainer opens; None for the base model."""
+        return newest_checkpoint(self._checkpoints)
+
+    def saved_steps(self) -> list[int]:
+        """The steps of the checkpoints there are, oldest first."""
+        return [_step_of(folder) for folder in _complete(self._checkpoints)]
+
+    async def discard_beyond(self, step: int) -> None:
+        """Delete the checkpoints of steps after ``step``."""
+        await discard_beyond(self._checkpoints, step)
+
     async def wait_ready(self) -> int:
         """Wait for a live, opened trainer; returns its :attr:`life`."""
         async with self._supervisor.use(deadline_s=_OPEN_S):
@@ -112,7 +132,9 @@ class TrainerClient:
             await child.call("export", {"path": str(path)}, deadline_s=_SAVE_S)
 
     async def checkpoint(self, step: int, *, carry: Body, life: int) -> Path:
-        """Make everything durable; the folder appears whole or not at all. Old checkpoints beyond ``kept`` go.
+        """Make everything durable; the folder appears whole or not at all. Old checkpoints go.
+
+        What stays: the newest ``kept``, and all back to one that is ``reach`` steps older than the newest.
 
         HostError: there is no room for it.
         """
@@ -141,7 +163,7 @@ class TrainerClient:
         self.life += 1
 
     def _prune(self) -> None:
-        for folder in _complete(self._checkpoints)[: -self._kept]:
+        for folder in _old(_complete(self._checkpoints), kept=self._kept, reach=self._reach):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -149,6 +171,31 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None. Unfinished ones have other names."""
     found = _complete(folder)
     return found[-1] if found else None
+
+
+async def discard_beyond(folder: Path, step: int) -> None:
+    """Delete the checkpoints in ``folder`` of steps after ``step``, the newest first.
+
+    Raises:
+        HostError: one of them cannot be deleted.
+    """
+    for checkpoint in reversed([path for path in _complete(folder) if _step_of(path) > step]):
+        with disk_errors(f"the checkpoint {checkpoint.name} cannot be deleted"):
+            await trio.to_thread.run_sync(shutil.rmtree, checkpoint)
+        fault_point("rollback.discarding")
+
+
+def _old(found: list[Path], *, kept: int, reach: int) -> list[Path]:
+    """Those of the checkpoints ``found`` that need not be kept."""
+    if not found:
+        return []
+    newest = _step_of(found[-1])
+    old_enough = [place for place, path in enumerate(found) if _step_of(path) <= newest - reach]
+    return found[: min(len(found) - kept, old_enough[-1])] if old_enough and len(found) > kept else []
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """What a step did, in numbers: figures for the metrics file, and layer L4 for every rollout.
 
-Invariant: every figure is a finite float, or it is left out. It computes nothing that the step needs.
+Invariant: every figure is a finite float, or it is left out and counted. It computes nothing that the step needs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ class Tally:
     refused: int = 0
     clipped: int = 0
     differentiated: int = 0
+    drift: float | None = None
+    """KL of the policy before the step from the one after it, nats per token; None where nobody looked."""
     nodes: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"old": 0.0, "gradient": 0.0, "optimiser": 0.0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"old": 0.0, "gradient": 0.0, "optimiser": 0.0, "drift": 0.0}
+    )
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -68,9 +72,10 @@ def report(
     Metrics: ``loss``; ``gradient_norm`` (largest, before clipping; left out without an update); ``lr``;
     ``kl_behaviour`` (k3, nats, of pi_old from the mu that came with the rollouts) and its tokens'
     ``logprob_error_median`` and ``_p99``; ``clamped_fraction`` of claimed tokens; ``importance_mean``;
-    ``clip_fraction``; ``surprisal`` (mean -pi_old, nats); ``tokens``; ``computed_tokens`` (all passes, shared
-    beginnings once); ``groups``; ``groups_with_gradient``; ``updates``; ``updates_refused``; ``seconds_old``,
-    ``_gradient``, ``_optimiser`` and ``_total``.
+    ``clip_fraction``; ``kl_update`` (k2, nats, of the policy after the step from pi_old, on a few of its rollouts; left
+    out without an update); ``figures_not_finite`` (how many are left out for that); ``surprisal`` (mean -pi_old, nats);
+    ``tokens``; ``computed_tokens`` (all passes, shared beginnings once); ``groups``; ``groups_with_gradient``;
+    ``updates``; ``updates_refused``; ``seconds_old``, ``_gradient``, ``_optimiser``, ``_drift`` and ``_total``.
     """
     old, mu = batch.old.cpu().numpy(), batch.tokens.mu.cpu().numpy()
     spans = [slice(a, b) for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
@@ -102,9 +107,12 @@ def report(
     }
     if tally.updates:
         metrics["gradient_norm"] = tally.norm
+    if tally.drift is not None:
+        metrics["kl_update"] = tally.drift
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return StepReport(
         updated=tally.updates > 0,
-        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        metrics={**finite, "figures_not_finite": float(len(metrics) - len(finite))},
         mismatches=mismatches,
     )
 

@@ -72,6 +72,7 @@ def _run(run: RunStatus, *, width: int) -> list[RenderableType]:
         ("head", _head(run)),
         *(("spread", Text(_spread(spread))) for spread in run.spread),
         ("reward", Text(reward)),
+        *_rollbacks(run),
         ("groups", Text(f"{count(run.groups_leased)} leased, {count(run.groups_ready)} ready")),
         ("rollouts", _outcome(run.rollouts_accepted, run.rollouts_rejected)),
         ("audits", _audits(run)),
@@ -83,6 +84,12 @@ def _run(run: RunStatus, *, width: int) -> list[RenderableType]:
     title = Text.assemble(("peers", "bold"), "  ", (f"{peers}, {rate(pooled)} tokens/s", "dim"))
     below: RenderableType = _peers(run.peers, width=width) if run.peers else _nobody()
     return [headline, Text(), _facts(facts), Text(), title, below]
+
+
+def _rollbacks(run: RunStatus) -> list[tuple[str, Text]]:
+    if not run.rollbacks:
+        return []
+    return [("rollbacks", Text.assemble((count(run.rollbacks), "yellow"), f"; {clean(run.last_rollback)}"))]
 
 
 def _nobody() -> Text:

@@ -9,7 +9,7 @@ survives it is the ledger file, the saved checkpoints and what nodes have in han
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,12 @@ from rollmesh_learner.members.withheld import WithheldBook
 from rollmesh_learner.publishing.published import Entry
 from rollmesh_learner.publishing.publisher import Prepared, Publisher
 from rollmesh_learner.publishing.versions import Versions
-from rollmesh_learner.records import restore, rows
+from rollmesh_learner.records import restore, rollbacks, rows
 from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_learner.steps import Stepper, StepPlan
 from rollmesh_learner.training.client import StepOutcome, TrainerClient
+from rollmesh_learner.training.tripwires import Bounds
+from rollmesh_learner.watch import Watch, WatchRules
 from rollmesh_learner.work.book import Book, Rules
 from rollmesh_learner.work.groups import Group, Prompt, StoredRollout
 from rollmesh_learner.work.intake import Intake, IntakeTerms
@@ -80,7 +82,13 @@ class FakeTrainer:
     """A trainer child and its supervisor in one: a death is followed at once by a new life from the last checkpoint."""
 
     def __init__(
-        self, saved: dict[int, tuple[Batch, ...]], *, hook: Hook, changes: Callable[[int], bool], staleness: int
+        self,
+        saved: dict[int, tuple[Batch, ...]],
+        *,
+        hook: Hook,
+        changes: Callable[[int], bool],
+        staleness: int,
+        poisoned: Collection[int],
     ) -> None:
         self.saved = saved
         self.weights: tuple[Batch, ...] = ()
@@ -91,6 +99,7 @@ class FakeTrainer:
         self._hook = hook
         self._changes = changes
         self._staleness = staleness
+        self._poisoned = poisoned
         self.open()
 
     def open(self) -> None:
@@ -107,6 +116,23 @@ class FakeTrainer:
     async def restart(self) -> None:
         self.open()
 
+    async def stop(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    @property
+    def newest(self) -> Path | None:
+        step = max(self.saved, default=0)
+        return Path(f"step-{step:08d}") if step else None
+
+    def saved_steps(self) -> list[int]:
+        return sorted(self.saved)
+
+    async def discard_beyond(self, step: int) -> None:
+        await trio.lowlevel.checkpoint()
+        for saved in [saved for saved in self.saved if saved > step]:
+            del self.saved[saved]
+            self._hook("rollback.discarding")
+
     async def train(self, step: int, groups: list[Group], *, life: int) -> StepOutcome:
         await self._work("train", life)
         if step != len(self.weights):
@@ -120,7 +146,8 @@ class FakeTrainer:
         updated = self._changes(step)
         self.weights = (*self.weights, (batch, updated))
         await self._work("trained", life)
-        return StepOutcome(updated=updated, metrics={"loss": 0.0}, suspects=())
+        norm = 1e6 if any(group in self._poisoned for group, _ in batch) else 1.0
+        return StepOutcome(updated=updated, metrics={"loss": 0.0, "gradient_norm": norm}, suspects=())
 
     async def export(self, path: Path, *, life: int) -> None:
         await self._work("export", life)
@@ -201,6 +228,13 @@ class World:
     hook: Hook = lambda _: None
     changes: Callable[[int], bool] = lambda _: True
     """Whether training a step changes the weights."""
+    poisoned: Collection[int] = ()
+    """Groups whose batch has a gradient that no honest batch has."""
+    most_rollbacks: int = 100
+    is_watched: bool = True
+    bounds: Bounds = field(default_factory=Bounds)
+    reward: Callable[[StoredRollout], float] | None = None
+    """By chance where this is not given."""
     saved: dict[int, tuple[Batch, ...]] = field(default_factory=dict)
     receipts: dict[bytes, Receipt] = field(default_factory=dict)
     """Every receipt that a node has got, by lease."""
@@ -213,11 +247,16 @@ class World:
     def __post_init__(self) -> None:
         self.nodes = [FakeNode(self, Identity(bytes([number]) * 32)) for number in (1, 2)]
 
+    def reward_of(self, rollout: StoredRollout) -> float:
+        """What an answer is worth."""
+        return self.random.random() if self.reward is None else self.reward(rollout)
+
     @asynccontextmanager
     async def life(self) -> AsyncIterator[Life]:
         """A learner, from its start to its kill or its end."""
         async with open_ledger(self.folder / "ledger.sqlite") as ledger:
             out = await self._out(ledger)
+            await rollbacks.finish(ledger, self._discard_beyond)
             yield Life(self, ledger, out)
 
     async def run_to_the_end(self, *, most_lives: int = 200) -> int:
@@ -273,6 +312,11 @@ class World:
             hard = await ledger.fetch("SELECT code FROM offences WHERE code NOT IN ('lease.expired', 'result.stale')")
             assert not hard, "an honest node was accused"
 
+    async def _discard_beyond(self, step: int) -> None:
+        for saved in [saved for saved in self.saved if saved > step]:
+            del self.saved[saved]
+            self.hook("rollback.discarding")
+
     async def _out(self, ledger: Ledger) -> list[Head]:
         """What a publisher finds on its disk; the base is published in a first life, as ``beginning`` does."""
         published = await restore.published_versions(ledger)
@@ -303,7 +347,13 @@ class Life:
         )
         self.shares = Shares(self.registry, self.book, cap=world.cap, queue=world.queue)
         self.discipline = Discipline(book=self.book, nodes=self.registry, ledger=ledger, on_quarantine=lambda _: None)
-        self.trainer = FakeTrainer(world.saved, hook=world.hook, changes=world.changes, staleness=world.rules.staleness)
+        self.trainer = FakeTrainer(
+            world.saved,
+            hook=world.hook,
+            changes=world.changes,
+            staleness=world.rules.staleness,
+            poisoned=world.poisoned,
+        )
         self.publisher = FakePublisher(out, hook=world.hook)
         self.drawer = Drawer(audit_key=bytes(32), book=self.book, nodes=self.registry, withheld=WithheldBook())
         self.desk = LeaseDesk(
@@ -339,6 +389,16 @@ class Life:
             publisher=cast(Publisher, self.publisher),
             versions=self.versions,
             auditor=cast(Auditor, None),
+            watch=Watch(
+                WatchRules(
+                    enabled=world.is_watched,
+                    bounds=world.bounds,
+                    most_rollbacks=world.most_rollbacks,
+                    rollback_steps=1000,
+                    checkpoint_every=world.checkpoint_every,
+                ),
+                ledger=ledger,
+            ),
             exports=world.folder,
             metrics_file=world.folder / "metrics.jsonl",
             rewind=self.rewind,
@@ -366,7 +426,7 @@ class Life:
     async def score_one(self, rollout: StoredRollout, *, reward: float | None = None) -> None:
         """What the scorer does with one of them: a reward, and the draw."""
         if reward is None:
-            reward = self.world.random.random()
+            reward = self.world.reward_of(rollout)
         statements = self.book.score(rollout.key, reward, error=None)
         group = self.book.groups.get(rollout.group_id)
         if group is not None:

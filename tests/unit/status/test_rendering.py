@@ -62,6 +62,14 @@ def test_a_quarantined_peer_names_its_rule() -> None:
     assert "quarantined" in page and "result.sampling" in page and "✕" in page
 
 
+def test_a_run_that_went_back_says_why() -> None:
+    assert "rollbacks" not in of_run(peer(1))
+    page = of_run(peer(1), rollbacks=2, last_rollback="step 12 tripped a wire (length: ...)\x1b[2J")
+    (row,) = [line for line in page.splitlines() if line.strip().startswith("rollbacks")]
+    assert "2; step 12 tripped a wire (length: ...)" in row
+    assert "\x1b" not in row
+
+
 def test_an_empty_run_says_what_to_do_next() -> None:
     assert "nobody yet" in of_run()
     assert "rollmesh node run --join" in of_run()

@@ -126,6 +126,39 @@ def test_every_rollout_is_checked_with_or_without_gradient(folder: Path) -> None
     assert max(found.median for found in honest) < 0.05
 
 
+def test_a_step_tells_how_far_it_moved_the_policy(folder: Path) -> None:
+    """On the sample that it looks at: one of twelve."""
+    samples = rewarded()
+    session = open_session(folder, lr=3e-3)
+    before = own_logprobs(session, samples).detach()
+    report = session.train(records(samples, before.numpy()), step=0)
+    first = slice(0, len(samples[0].tokens))
+    moved = (own_logprobs(session, samples).detach() - before)[first].double()
+    assert report.metrics["kl_update"] == pytest.approx(float(moved.square().mean() / 2), rel=0.2, abs=1e-4)
+    assert report.metrics["kl_update"] > 1e-3
+    assert report.metrics["figures_not_finite"] == 0
+    small = open_session(folder, lr=1e-6).train(records(samples, before.numpy()), step=0)
+    assert small.metrics["kl_update"] < report.metrics["kl_update"] / 10
+
+
+def test_an_update_that_ruins_the_weights_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient was finite; what came of it is not."""
+    session = open_session(folder)
+    step = session._optimiser.step
+
+    def ruin() -> float:
+        norm = step()
+        with torch.no_grad():
+            session._model.get_parameter("model.norm.weight").fill_(float("nan"))
+        return norm
+
+    monkeypatch.setattr(session._optimiser, "step", ruin)
+    report = session.train(records(rewarded()), step=0)
+    assert report.updated
+    assert "kl_update" not in report.metrics
+    assert report.metrics["figures_not_finite"] == 1
+
+
 def test_without_variance_nothing_moves(folder: Path) -> None:
     """Momentum of earlier steps included."""
     session = open_session(folder)
@@ -136,6 +169,7 @@ def test_without_variance_nothing_moves(folder: Path) -> None:
     assert not report.updated
     assert report.metrics["updates"] == 0
     assert "gradient_norm" not in report.metrics
+    assert "kl_update" not in report.metrics
     assert len(report.mismatches) == len(flat)
     assert same(before, bits(session))
     assert session.step == 2
