@@ -22,8 +22,10 @@ import trio
 
 from rollmesh_learner import terms
 from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.margin_book import MarginBook, load_remembered
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
+from rollmesh_learner.calibration.record import adopt
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import Crew, answer_limits, open_crew
 from rollmesh_learner.members.discipline import Discipline
@@ -101,6 +103,7 @@ async def run_learner(
         async with open_ledger(folder / "ledger.sqlite") as ledger:
             run = await name_run(ledger, config, folder=folder)
             model = await base_of_run(ledger, config.model)
+            config, drift = await adopt(config, folder=folder, model=model)
             async with (
                 open_crew(config, model=model, folder=folder) as hands,
                 open_publisher(config, run=run, identity=identity, folder=folder, layout=hands.layout) as (
@@ -113,6 +116,7 @@ async def run_learner(
                 learner = _Learner(
                     config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
                     exports=exports, card=card, records=await restore.load_records(ledger), software=software,
+                    margin_book=terms.margin_book(config, drift=drift, known=await load_remembered(ledger)),
                 )  # fmt: skip
                 return await learner.run(on_ready=on_ready, stop=stop)
 
@@ -133,6 +137,7 @@ class _Learner:
         card: RunCard,
         records: dict[str, Record],
         software: str,
+        margin_book: MarginBook | None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -179,6 +184,7 @@ class _Learner:
             discipline=self._discipline,
             child=hands.auditor,
             image_of=publisher.image_of,
+            margin_book=margin_book,
         )
         self._desk = LeaseDesk(
             terms.lease_terms(config, card=card, keys=keys),

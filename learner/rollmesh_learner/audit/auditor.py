@@ -18,6 +18,7 @@ from typing import Final
 
 import trio
 
+from rollmesh_learner.audit.margin_book import MarginBook, figures_of, read_margins
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.records.ledger import Ledger, Statement
@@ -71,8 +72,11 @@ class Auditor:
         discipline: Discipline,
         child: Supervisor,
         image_of: Callable[[bytes], Path | None],
+        margin_book: MarginBook | None = None,
     ) -> None:
+        """Without a ``margin_book`` nodes are judged by ``thresholds`` alone."""
         self._thresholds = thresholds
+        self._margin_book = margin_book
         self._book = book
         self._nodes = nodes
         self._ledger = ledger
@@ -181,19 +185,29 @@ class Auditor:
             largest=float(outcome["largest"]),  # type: ignore[arg-type]
         )
         self.done += 1
-        verdict, why = judge_rollout(figures, self._thresholds)
-        code = "result.sampling"
         node = self._nodes.get(rollout.node)
+        limits, memory = self._thresholds, self._margin_book
+        if memory is not None:
+            margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
+            limits = memory.limits_of(node)
+            figures = figures_of(margins, limits)
+        verdict, why = judge_rollout(figures, limits)
+        code = "result.sampling"
         if node is not None and verdict == "pass":
             node.recent_margins.append((figures.tokens, figures.over_low, figures.over_high))
-            keep_recent(node.recent_margins, self._thresholds)
-            verdict, why = judge_window(node.recent_margins, self._thresholds)
+            keep_recent(node.recent_margins, limits)
+            verdict, why = judge_window(node.recent_margins, limits)
             if verdict == "soft":
                 node.recent_margins.clear()
-                code = "result.drift"
+        if memory is not None and verdict == "pass":
+            verdict, why = memory.add(rollout.node, margins, node=node)
+        if verdict == "soft":
+            code = "result.drift"
         record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")
         self._nodes.set_record(rollout.node, record)
         statements = [_insert_audit(rollout, figures, verdict)]
+        if memory is not None:
+            statements.append(memory.statement(rollout.node))
         if verdict == "hard":
             self.failed += 1
             await self._ledger.commit(*statements)

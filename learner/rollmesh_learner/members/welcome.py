@@ -14,6 +14,7 @@ import trio
 from rollmesh_learner.members.admission import (
     Mode,
     Registrations,
+    block_at,
     check_allowlist,
     check_block,
     open_hello,
@@ -95,6 +96,7 @@ class WelcomeDesk:
         observed = link.address if link else ""
         await self._check(peer, hello, observed)
         node = self._nodes.admit(peer, hello, now=now)
+        node.block = block_at(observed) or ""
         self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
         self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
         if is_new:
