@@ -62,34 +62,34 @@ class Cell:
 
 
 HONEST: Final = (
-    Cell(name="bf16-1", rollouts=320, rows=1),
-    Cell(name="bf16-8", rollouts=640, rows=8),
-    Cell(name="bf16-64", rollouts=8064, rows=64),
-    Cell(name="fp32-1", rollouts=320, rows=1, dtype="float32"),
-    Cell(name="fp32-8", rollouts=256, rows=8, dtype="float32"),
-    Cell(name="fp32-64", rollouts=448, rows=64, dtype="float32"),
+    Cell(name="bf16-1", rollouts=160, rows=1),
+    Cell(name="bf16-8", rollouts=512, rows=8),
+    Cell(name="bf16-64", rollouts=8832, rows=64),
+    Cell(name="fp32-1", rollouts=160, rows=1, dtype="float32"),
+    Cell(name="fp32-8", rollouts=128, rows=8, dtype="float32"),
+    Cell(name="fp32-64", rollouts=256, rows=64, dtype="float32"),
 )
 CHEATS: Final = (
-    Cell(name="int8 weights, per row", rollouts=768, cheat="int8"),
-    Cell(name="wrong seed", rollouts=128, cheat="seed"),
+    Cell(name="int8 weights, per row", rollouts=640, cheat="int8"),
+    Cell(name="wrong seed", rollouts=64, cheat="seed"),
     Cell(name="best of 4", rollouts=64, cheat="best"),
-    Cell(name="T = 0.7", rollouts=128, cheat="T0.7"),
+    Cell(name="T = 0.7", rollouts=64, cheat="T0.7"),
     Cell(name="T = 0.9", rollouts=128, cheat="T0.9"),
     Cell(name="top-p 0.95", rollouts=128, cheat="p0.95"),
     Cell(name="top-k 50", rollouts=128, cheat="k50"),
-    Cell(name="int4 weights, groups of 32", rollouts=128, cheat="int4"),
+    Cell(name="int4 weights, groups of 32", rollouts=64, cheat="int4"),
     Cell(name="2 % of tokens resampled", rollouts=128, cheat="r0.02"),
     Cell(name="5 % of tokens resampled", rollouts=128, cheat="r0.05"),
     Cell(name="2 % edited to the runner-up", rollouts=128, cheat="e0.02"),
     Cell(name="5 % edited to the runner-up", rollouts=128, cheat="e0.05"),
-    Cell(name="smaller model (15 of 30 layers)", rollouts=128, cheat="layers15"),
-    Cell(name="model without 2 of 30 layers", rollouts=128, cheat="layers28"),
+    Cell(name="smaller model (15 of 30 layers)", rollouts=64, cheat="layers15"),
+    Cell(name="model without 2 of 30 layers", rollouts=64, cheat="layers28"),
     Cell(name="early end", rollouts=128, cheat="eos"),
     Cell(name="int8, embedding too", rollouts=256, cheat="int8all"),
-    Cell(name="every weight moved by 1e-5", rollouts=256, cheat="noise1e-5"),
-    Cell(name="weights 1 step old", rollouts=256, cheat="step1"),
-    Cell(name="weights 4 steps old", rollouts=256, cheat="step4"),
-    Cell(name="weights 16 steps old", rollouts=256, cheat="step16"),
+    Cell(name="every weight moved by 1e-5", rollouts=128, cheat="noise1e-5"),
+    Cell(name="weights 1 step old", rollouts=128, cheat="step1"),
+    Cell(name="weights 4 steps old", rollouts=128, cheat="step4"),
+    Cell(name="weights 16 steps old", rollouts=128, cheat="step16"),
 )
 
 
@@ -271,14 +271,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench-trust"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of cells, separated by commas")
+    parser.add_argument("--only", default="", help="names of cells, separated by semicolons")
     parser.add_argument("--backwards", action="store_true", help="from the end, beside another process")
     chosen = parser.parse_args()
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(chosen.threads)
     world = World(out)
-    only = set(chosen.only.split(",")) - {""}
+    only = set(chosen.only.split(";")) - {""}
     cells = [cell for cell in (*HONEST, *CHEATS) if not only or cell.name in only]
     for cell in cells:
         if not cell.cheat.startswith("step"):
