@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch lab-broadcast setup clean distclean
+.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch bench-trust lab-broadcast setup clean distclean
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -26,6 +26,9 @@ bench-e2e: $(READY) ## Seconds per step of Rollmesh, a plain loop and TRL on the
 
 bench-patch: $(READY) ## Size and speed of weight patches of real steps, against the entropy bound
 	@$(PY) -m tests.bench.bench_patch --out runs/bench-patch
+
+bench-trust: $(READY) ## What the sampling audit refuses of honest work, and how soon it finds each cheat (half an hour)
+	@$(PY) -m tests.bench.bench_trust --out runs/bench-trust
 
 lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over shaped links (root; some twenty minutes)
 	@$(PY) -m tests.lab.broadcast --out runs/lab

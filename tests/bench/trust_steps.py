@@ -16,10 +16,11 @@ from rollmesh_peer.models.logprobs import completion_logprobs
 from tests.bench import trust_data
 
 if TYPE_CHECKING:
-    from tests.bench.trust_data import Cell, CheatBackend, World
+    from tests.bench.trust_cells import Cell
+    from tests.bench.trust_data import CheatBackend, World
 
 LR: Final = 1e-5
-BATCH: Final = 32
+BATCH: Final = 8
 
 
 def trained(world: World, cells: Sequence[Cell]) -> Iterator[tuple[Cell, CheatBackend]]:

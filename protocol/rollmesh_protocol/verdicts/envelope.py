@@ -63,7 +63,7 @@ DELTA_SHARE: Final = 0.999
 
 def token_rate(rate: float, *, count: int, tokens: int) -> float:
     """The largest p such that ``count`` of ``tokens`` tokens, each exceeding with p, do with at most ``rate``."""
-    return min(1.0, (rate * math.factorial(count)) ** (1 / count) / tokens)
+    return min(1.0, math.pow(rate * math.factorial(count), 1 / count) / tokens)
 
 
 def tail_bound(margins: Margins, rate: float) -> float:
