@@ -24,7 +24,8 @@ SURFACE = Path(__file__).with_name("config_surface.json")
 MODELS = {"learner": LearnerConfig, "node": NodeConfig}
 NODE_EXAMPLE = EXAMPLES / "node.toml"
 RUNS = sorted(path for path in EXAMPLES.glob("*.toml") if path != NODE_EXAMPLE)
-SOURCES = {"learner": ROOT / "learner" / "rollmesh_learner", "node": ROOT / "node" / "rollmesh_node"}
+VERDICTS = ROOT / "protocol" / "rollmesh_protocol" / "verdicts"
+SOURCES = {"learner": (ROOT / "learner" / "rollmesh_learner", VERDICTS), "node": (ROOT / "node" / "rollmesh_node",)}
 NOT_READ_YET: dict[str, set[str]] = {"learner": set(), "node": set()}
 
 
@@ -72,7 +73,8 @@ def test_the_example_of_a_node_shows_every_default():
 @pytest.mark.parametrize("side", MODELS)
 def test_every_setting_is_read_by_somebody(side):
     """A setting that nothing looks at is a promise that nobody keeps."""
-    texts = [path.read_text() for path in SOURCES[side].rglob("*.py") if path.name != "config.py"]
+    files = [path for folder in SOURCES[side] for path in folder.rglob("*.py")]
+    texts = [path.read_text() for path in files if path.name != "config.py"]
     words = set(re.findall(r"\w+", "\n".join(texts)))
     settings = [path for path, field in walk(MODELS[side]) if shape_of(field).section is None]
     unread = {".".join(path) for path in settings if path[-1] not in words}

@@ -199,8 +199,11 @@ class Auditor:
             verdict, why = judge_window(node.recent_margins, limits)
             if verdict == "soft":
                 node.recent_margins.clear()
-        if memory is not None and verdict == "pass":
-            verdict, why = memory.add(rollout.node, margins, node=node)
+        # A suspect was chosen for being odd: the drift is judged on rollouts that chance chose.
+        if memory is not None and verdict != "hard" and rollout.key not in self._suspects:
+            drift, because = memory.add(rollout.node, margins, node=node)
+            if drift == "hard" or verdict == "pass":
+                verdict, why = drift, because
         if verdict == "soft":
             code = "result.drift"
         record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")

@@ -1,7 +1,6 @@
 """Honest rollouts on the operator's own machine: prompts of the run, the node's engine, the learner's auditor.
 
-Every part is the real one in its own process; the engine is spoken to over its pipe as a node does (verbs and bodies:
-``rollmesh_node.engine.pipe``, which a learner does not import). Nothing is kept but margins.
+Every part is the real one in a process of its own. Nothing is kept but margins and log-probabilities.
 """
 
 from __future__ import annotations
@@ -9,30 +8,26 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from random import Random
 from typing import Final
 
-import numpy as np
 import trio
 
 from rollmesh_learner import terms
 from rollmesh_learner.base import import_base
+from rollmesh_learner.calibration.cells import CALL_S, SAMPLES, Parts, Tell, bytes_of, fill
 from rollmesh_learner.calibration.derive import CellData, derive
 from rollmesh_learner.calibration.record import Calibration, model_digest
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import PrompterFacts, make_auditor, make_prompter, torch_spec
-from rollmesh_peer.children.frames import Body
-from rollmesh_peer.children.process import Child, ChildSpec, kept_environment, open_child, python_argv
-from rollmesh_peer.children.supervisor import Supervisor
+from rollmesh_peer.children.process import ChildSpec, kept_environment, open_child, python_argv
 from rollmesh_peer.models.folder import ModelFolder
 from rollmesh_protocol import limits
-from rollmesh_protocol.errors import ChildFailed, HostError, UsageError
+from rollmesh_protocol.errors import HostError, UsageError
 from rollmesh_protocol.layout import Layout
 from rollmesh_protocol.verdicts.envelope import LIFE_ROLLOUTS, RATE, SOFT_RATE
 
@@ -41,31 +36,13 @@ DEFAULT_ROLLOUTS: Final = 768
 LEAST_ROLLOUTS: Final = 24
 NEW_TOKENS: Final = 32
 """Longer completions are cut here: rates are kept for the run's length by the formula."""
-SAMPLES: Final = 4
-"""Rollouts of one prompt, where the batch has room for them."""
-AUDIT_AT_ONCE: Final = 64
 SHARES: Final = {
     ("bfloat16", 64): 1 / 2, ("bfloat16", 8): 1 / 6, ("bfloat16", 1): 1 / 24,
     ("float32", 64): 1 / 6, ("float32", 8): 1 / 12, ("float32", 1): 1 / 24,
 }  # fmt: skip
 """Of all rollouts, by (arithmetic, rows side by side): what is slow gets fewer."""
 _ENGINE: Final = "rollmesh_node.engine.host"
-_CALL_S: Final = 600.0
 _START_S: Final = 120.0
-
-Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What cells are measured with."""
-
-    engine_load: Body
-    image: Path
-    prompts: list[bytes]
-    stop: list[int]
-    new_tokens: int
-    auditor: Supervisor
 
 
 async def calibrate(config: LearnerConfig, *, folder: Path, rollouts: int, tell: Tell) -> Calibration:
@@ -119,7 +96,7 @@ async def calibrate(config: LearnerConfig, *, folder: Path, rollouts: int, tell:
 
 
 @asynccontextmanager
-async def _parts(config: LearnerConfig, *, model: ModelFolder, image: Path, rollouts: int) -> AsyncIterator[_Parts]:
+async def _parts(config: LearnerConfig, *, model: ModelFolder, image: Path, rollouts: int) -> AsyncIterator[Parts]:
     """The image, the prompts and a running auditor."""
     layout = await _write_image(model, image=image)
     facts = PrompterFacts()
@@ -129,8 +106,8 @@ async def _parts(config: LearnerConfig, *, model: ModelFolder, image: Path, roll
         nursery.start_soon(auditor.run)
         try:
             prompts = await _make_prompts(config, model=model.path, facts=facts, count=-(-rollouts // SAMPLES))
-            await auditor.wait_accepted(deadline_s=_CALL_S)
-            yield _Parts(
+            await auditor.wait_accepted(deadline_s=CALL_S)
+            yield Parts(
                 engine_load={
                     "config_json": json.dumps(dict(model.config)),
                     "layout": layout.encode(),
@@ -159,8 +136,8 @@ async def _write_image(model: ModelFolder, *, image: Path) -> Layout:
         start_deadline_s=_START_S,
     )
     async with open_child(spec) as child:
-        answer = await child.call("image", {"folder": str(model.path), "image": str(image)}, deadline_s=_CALL_S)
-    return Layout.decode(_bytes(answer, "layout"), limit=limits.CARD_BYTES)
+        answer = await child.call("image", {"folder": str(model.path), "image": str(image)}, deadline_s=CALL_S)
+    return Layout.decode(bytes_of(answer, "layout"), limit=limits.CARD_BYTES)
 
 
 async def _make_prompts(config: LearnerConfig, *, model: Path, facts: PrompterFacts, count: int) -> list[bytes]:
@@ -170,99 +147,30 @@ async def _make_prompts(config: LearnerConfig, *, model: Path, facts: PrompterFa
     prompts: list[bytes] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(prompter.run)
-        await prompter.wait_accepted(deadline_s=_CALL_S)
+        await prompter.wait_accepted(deadline_s=CALL_S)
         async with prompter.use() as child:
-            answer = await child.call("prompts", {"first": 0, "count": min(count, 4096)}, deadline_s=_CALL_S)
+            answer = await child.call("prompts", {"first": 0, "count": min(count, 4096)}, deadline_s=CALL_S)
         made = answer["prompts"]
         if isinstance(made, list):
-            prompts = [prompt for one in made if len(prompt := _bytes(one, "prompt_ids")) <= most]
+            prompts = [prompt for one in made if len(prompt := bytes_of(one, "prompt_ids")) <= most]
         nursery.cancel_scope.cancel()
     if not prompts:
         raise UsageError("no prompt of the run's environments fits into rollouts.max_prompt_tokens")
     return prompts
 
 
-async def _measure(parts: _Parts, *, dtype: str, rollouts: int, versions: dict[str, str], tell: Tell) -> list[CellData]:
+async def _measure(parts: Parts, *, dtype: str, rollouts: int, versions: dict[str, str], tell: Tell) -> list[CellData]:
     """All cells of one arithmetic, in one engine process."""
     threads = parts.engine_load["threads"]
     cells: list[CellData] = []
     async with open_child(torch_spec("engine", _ENGINE, threads=threads if isinstance(threads, int) else 0)) as engine:
-        await engine.call("load", parts.engine_load | {"dtype": dtype}, deadline_s=_CALL_S)
+        await engine.call("load", parts.engine_load | {"dtype": dtype}, deadline_s=CALL_S)
         for (arithmetic, batch), share in SHARES.items():
             if arithmetic == dtype:
                 cell = CellData(dtype=dtype, batch=batch)
-                await _fill(cell, parts, engine=engine, count=max(1, round(share * rollouts)), tell=tell)
+                await fill(cell, parts, engine=engine, count=max(1, round(share * rollouts)), tell=tell)
                 cells.append(cell)
-        notes = (await engine.call("stats", {}, deadline_s=_CALL_S)).get("notes")
+        notes = (await engine.call("stats", {}, deadline_s=CALL_S)).get("notes")
     if isinstance(notes, dict):
         versions |= {str(name): str(value) for name, value in notes.items() if name != "dtype"}
     return cells
-
-
-async def _fill(cell: CellData, parts: _Parts, *, engine: Child, count: int, tell: Tell) -> None:
-    """Generate ``count`` rollouts, as many side by side as the cell says, and recompute them."""
-    random = Random(f"{cell.dtype} {cell.batch}")
-    waiting: list[Body] = []
-    done = 0
-    while done < count:
-        groups = _groups(parts, rows=min(cell.batch, count - done), random=random)
-        by_key = {group["key"]: group for group in groups}
-        async with engine.stream("generate", {"requests": groups}, item_deadline_s=_CALL_S) as items:
-            waiting += [_claim(item, by_key) async for item in items]
-        cell.prompt_tokens += sum(len(_bytes(group, "prompt")) // 4 for group in groups)
-        done += min(cell.batch, count - done)
-        if len(waiting) >= AUDIT_AT_ONCE or done == count:
-            await _recompute(cell, parts, claims=waiting)
-            waiting = []
-            largest = max(float(margins.max()) for margins in cell.margins)
-            tell(f"{cell.dtype}, batch {cell.batch}: {done} of {count} rollouts, largest margin {largest:.2f} nats")
-
-
-def _groups(parts: _Parts, *, rows: int, random: Random) -> list[Body]:
-    """Requests for ``rows`` rollouts altogether, of prompts taken at random."""
-    samples = max(1, min(SAMPLES, rows // 2))
-    return [
-        {
-            "key": first,
-            "prompt": random.choice(parts.prompts),
-            "samples": [{"index": i, "seed": random.getrandbits(64)} for i in range(min(samples, rows - first))],
-            "max_new_tokens": parts.new_tokens,
-            "stop": parts.stop,
-        }
-        for first in range(0, rows, samples)
-    ]
-
-
-def _claim(item: Body, groups: dict[object, Body]) -> Body:
-    """What the auditor is asked about one rollout of the engine."""
-    group = groups[item["key"]]
-    seeds = {sample["index"]: sample["seed"] for sample in group["samples"]}  # type: ignore[attr-defined]
-    return {
-        "key": 0,
-        "prompt": group["prompt"],
-        "tokens": _bytes(item, "tokens"),
-        "logprobs": _bytes(item, "logprobs"),
-        "seed": seeds[item["index"]],
-    }
-
-
-async def _recompute(cell: CellData, parts: _Parts, *, claims: Sequence[Body]) -> None:
-    for start in range(0, len(claims), AUDIT_AT_ONCE):
-        some = list(claims[start : start + AUDIT_AT_ONCE])
-        async with parts.auditor.use() as child:
-            answer = await child.call("audit", {"image": str(parts.image), "rollouts": some}, deadline_s=_CALL_S)
-        outcomes = answer["rollouts"]
-        if not isinstance(outcomes, list) or len(outcomes) != len(some):
-            raise ChildFailed("the auditor answered with the wrong number of rollouts")
-        for claim, outcome in zip(some, outcomes, strict=True):
-            exact = np.frombuffer(_bytes(outcome, "exact_logprobs"), dtype="<f4")
-            cell.margins.append(np.frombuffer(_bytes(outcome, "margins"), dtype="<f4"))
-            cell.exact.append(exact)
-            cell.gaps.append(np.abs(np.frombuffer(_bytes(claim, "logprobs"), dtype="<f4") - exact))
-
-
-def _bytes(body: Body, name: str) -> bytes:
-    value = body.get(name)
-    if not isinstance(value, bytes):
-        raise ChildFailed(f"a child process answered without {name}")
-    return value

@@ -53,6 +53,8 @@ CLASS_NODES: Final = 3
 """Unrelated nodes from which a class is learned, at the least."""
 CLASS_TOKENS: Final = 10_000
 """Audited tokens of each of them."""
+LEAST_OF_ENVELOPE: Final = 0.5
+"""A class tightens no margin further: three liars who round as the auditor does must not strangle the others."""
 BINS: Final = 96
 """Of a node's counts: one for zero, the others equally wide in the logarithm."""
 _EDGES: Final = np.concatenate([np.zeros(1), np.geomspace(1e-3, 32.0, BINS - 2), np.array([np.inf])])
@@ -192,11 +194,12 @@ def learn_class(nodes: Mapping[str, tuple[str, Counts]], *, envelope: Thresholds
     inside = [one for one in found if one.any_margin <= envelope.any_margin and one.low_margin <= envelope.low_margin]
     if len(inside) < CLASS_NODES:
         return None
+    least = LEAST_OF_ENVELOPE
     learned = replace(
         envelope,
-        low_margin=SLACK * float(np.median([one.low_margin for one in inside])),
-        high_margin=SLACK * float(np.median([one.high_margin for one in inside])),
-        any_margin=SLACK * float(np.median([one.any_margin for one in inside])),
+        low_margin=max(least * envelope.low_margin, SLACK * float(np.median([one.low_margin for one in inside]))),
+        high_margin=max(least * envelope.high_margin, SLACK * float(np.median([one.high_margin for one in inside]))),
+        any_margin=max(least * envelope.any_margin, SLACK * float(np.median([one.any_margin for one in inside]))),
     )
     return tighten(envelope, _no_less(learned))
 

@@ -100,6 +100,7 @@ def test_a_class_never_loosens_whatever_its_nodes_did(found, low: float, high: f
     learned = learn_class(found, envelope=limits, longest=LONGEST)
     if learned is not None:
         assert all(one <= other for one, other in zip(values_of(learned), values_of(limits), strict=True))
+        assert all(one >= other / 2 for one, other in zip(values_of(learned), values_of(limits), strict=True))
         assert tighten(limits, learned) == learned
 
 
