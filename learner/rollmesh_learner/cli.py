@@ -118,8 +118,8 @@ async def _watch_signals(stop: trio.Event, everything: trio.CancelScope) -> None
 
 
 async def _calibrate(config: LearnerConfig, rollouts: int) -> int:
-    from rollmesh_learner.calibration.measure import DEFAULT_ROLLOUTS, calibrate
-    from rollmesh_learner.calibration.record import write_calibration
+    from rollmesh_learner.audit.calibrate import DEFAULT_ROLLOUTS, calibrate
+    from rollmesh_learner.audit.calibration import write_calibration
 
     folder = private_folder(config.run.folder) if config.run.folder else run_folder(config.run.name)
     found = await calibrate(

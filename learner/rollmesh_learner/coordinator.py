@@ -22,10 +22,10 @@ import trio
 
 from rollmesh_learner import terms
 from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.calibration import adopt
 from rollmesh_learner.audit.margin_book import MarginBook, load_remembered
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
-from rollmesh_learner.calibration.record import adopt
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import Crew, answer_limits, open_crew
 from rollmesh_learner.members.discipline import Discipline

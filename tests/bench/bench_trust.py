@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from rollmesh_learner.calibration.derive import CellData, Derived, derive
+from rollmesh_learner.audit.derive import CellData, Derived, derive
 from rollmesh_protocol.verdicts.envelope import LIFE_ROLLOUTS, RATE, SOFT_RATE
 from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.bench import trust_cells, trust_lives

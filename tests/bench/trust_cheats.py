@@ -118,6 +118,11 @@ def _top_k(logits: Tensor, k: int) -> Tensor:
     return logits.masked_fill(logits < logits.topk(k, -1).values[:, -1:], -torch.inf)
 
 
+def spoils(cheat: str) -> bool:
+    """Whether :func:`spoil` changes anything."""
+    return cheat.startswith(("int", "layers", "noise"))
+
+
 @torch.no_grad()
 def spoil(model: nn.Module, cheat: str) -> None:
     """Change the model's weights in place, for the cheats that do."""

@@ -125,13 +125,20 @@ class CheatBackend(TransformersBackend):
             linear.pack()
 
 
-def make_engine(world: World, cell: Cell) -> CheatBackend:
+def make_engine(world: World, cell: Cell, *, kept: dict[tuple[int, str], CheatBackend]) -> CheatBackend:
+    """The engine of a cell; ``kept`` holds those with the right weights, which serve more than one."""
+    found = kept.get((cell.rows, cell.dtype))
+    if found is not None and not cheats.spoils(cell.cheat):
+        found.draws = cheats.draws_of(cell.cheat)
+        return found
     engine = CheatBackend(threads=torch.get_num_threads(), max_rows=cell.rows, device="cpu", dtype=cell.dtype)
     engine.load(world.weights)
-    if cell.cheat:
+    engine.draws = cheats.draws_of(cell.cheat)
+    if cheats.spoils(cell.cheat):
         cheats.spoil(engine.model, cell.cheat)
         engine.repack()
-        engine.draws = cheats.draws_of(cell.cheat)
+    else:
+        kept[cell.rows, cell.dtype] = engine
     return engine
 
 
@@ -207,10 +214,11 @@ def main() -> None:
     world = World(out)
     only = set(chosen.only.split(";")) - {""}
     cells = [cell for cell in (*HONEST, *CHEATS) if not only or cell.name in only]
+    kept: dict[tuple[int, str], CheatBackend] = {}
     for cell in cells:
         if not cell.cheat.startswith("step"):
             folder = out / "cells" / cell.name
-            fill(world, cell, folder, most=chosen.most, engine=lambda cell=cell: make_engine(world, cell))
+            fill(world, cell, folder, most=chosen.most, engine=lambda cell=cell: make_engine(world, cell, kept=kept))
     old = [cell for cell in cells if cell.cheat.startswith("step")]
     if any([*missing(out / "cells" / cell.name, wanted=min(chosen.most, cell.rollouts), part=PART)] for cell in old):
         from tests.bench.trust_steps import trained

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from rollmesh_learner.calibration.derive import Derived
+from rollmesh_learner.audit.derive import Derived
 from rollmesh_protocol.verdicts.drift import excess
 from rollmesh_protocol.verdicts.envelope import LIFE_ROLLOUTS
 from rollmesh_protocol.verdicts.margins import KEPT_WINDOWS
@@ -130,6 +130,7 @@ def quantile(lengths: np.ndarray, q: float) -> int | None:
 def honest_lives(cells: Sequence[Cases], derived: Derived) -> dict[str, float]:
     """Shares of lives of LIFE_ROLLOUTS rollouts, each life of one cell's work, in which each rule fired.
 
+    Lives are drawn by prompts, all samples of one after the other: rollouts of one prompt are alike.
     ``hard`` ends a node (a rollout, the window, two alarms); ``soft`` halves its record (the window, one alarm).
     """
     random = np.random.default_rng(12)
@@ -138,7 +139,10 @@ def honest_lives(cells: Sequence[Cases], derived: Derived) -> dict[str, float]:
         scores = score(cases, derived)
         each = -(-HONEST_LIVES // len(cells))
         for start in range(0, each, 50):  # bounds the memory
-            lives = random.integers(0, len(cases.margins), (min(50, each - start), LIFE_ROLLOUTS))
+            prompts = random.integers(
+                0, len(cases.margins) // cases.samples, (min(50, each - start), LIFE_ROLLOUTS // cases.samples)
+            )
+            lives = (prompts[:, :, None] * cases.samples + np.arange(cases.samples)).reshape(len(prompts), -1)
             fired.append(walk(scores, lives, derived))
     together = {rule: np.concatenate([one[rule] for one in fired]) < LIFE_ROLLOUTS for rule in fired[0]}
     return {

@@ -47,7 +47,8 @@ def draw(figures: dict) -> Figure:
     curves.plot(figures["roc"]["rates"], figures["roc"]["rates"], color="#c9d0d5", linewidth=1)
     curves.set(xscale="log", xlabel="share of honest blocks noticed", ylabel="share of the cheat's blocks noticed")
     curves.legend(loc="upper left", frameon=False, fontsize=7)
-    curves.set_ylim(-0.02, 1.35)
+    curves.set_ylim(-0.02, 1.45)
+    curves.set_yticks([0, 0.25, 0.5, 0.75, 1])
     curves.set_title(f"Blocks of {figures['roc']['curve_tokens']} tokens, the hardest cheats", loc="left", fontsize=10)
     for axes in (lengths, curves):
         axes.grid(color="#e3e7ea", linewidth=0.7)

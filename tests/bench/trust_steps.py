@@ -25,7 +25,7 @@ BATCH: Final = 8
 
 def trained(world: World, cells: Sequence[Cell]) -> Iterator[tuple[Cell, CheatBackend]]:
     """One engine, handed out after as many steps as each cell's name asks for, fewest first."""
-    engine = trust_data.make_engine(world, trust_data.Cell(name="steps", rollouts=0))
+    engine = trust_data.make_engine(world, trust_data.Cell(name="steps", rollouts=0), kept={})
     parameters = [parameter for parameter in engine.model.parameters() if parameter.dtype == torch.bfloat16]
     masters = [parameter.detach().float() for parameter in parameters]
     optimiser = torch.optim.AdamW(masters, lr=LR, weight_decay=0.0, fused=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh_learner.calibration.measure import calibrate
-from rollmesh_learner.calibration.record import FILE, adopt, read_calibration
+from rollmesh_learner.audit.calibrate import calibrate
+from rollmesh_learner.audit.calibration import FILE, adopt, read_calibration
 from rollmesh_learner.cli import _calibrate
 from rollmesh_learner.config import LearnerConfig, load_config
 from rollmesh_peer.models.folder import ModelFolder

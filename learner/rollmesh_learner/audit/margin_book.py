@@ -1,6 +1,6 @@
 """What is remembered of each node's margins beyond one rollout: the score of its drift, and counts for its class.
 
-Only a calibrated run has one (see :mod:`rollmesh_learner.calibration`). The first alarm of a node's drift is a soft
+Only a calibrated run has one (see :mod:`.calibration`). The first alarm of a node's drift is a soft
 offence, for the engine may be one that nobody has measured; the second is a hard one.
 
 Invariants: what is remembered of a node is written down with each audit and read at the start, so a restart of the

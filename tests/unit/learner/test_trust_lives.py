@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollmesh_learner.audit.derive import Derived
 from rollmesh_learner.audit.margin_book import figures_of
-from rollmesh_learner.calibration.derive import Derived
 from rollmesh_protocol.verdicts.drift import DriftState, DriftTest, advance
 from rollmesh_protocol.verdicts.margins import Thresholds, judge_rollout, judge_window, keep_recent
 from tests.bench.trust_cells import Cases

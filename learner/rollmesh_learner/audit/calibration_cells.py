@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from rollmesh_learner.calibration.derive import CellData
+from rollmesh_learner.audit.derive import CellData
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.process import Child
 from rollmesh_peer.children.supervisor import Supervisor

@@ -18,10 +18,10 @@ from typing import Final
 import trio
 
 from rollmesh_learner import terms
+from rollmesh_learner.audit.calibration import Calibration, model_digest
+from rollmesh_learner.audit.calibration_cells import CALL_S, SAMPLES, Parts, Tell, bytes_of, fill
+from rollmesh_learner.audit.derive import CellData, derive
 from rollmesh_learner.base import import_base
-from rollmesh_learner.calibration.cells import CALL_S, SAMPLES, Parts, Tell, bytes_of, fill
-from rollmesh_learner.calibration.derive import CellData, derive
-from rollmesh_learner.calibration.record import Calibration, model_digest
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import PrompterFacts, make_auditor, make_prompter, torch_spec
 from rollmesh_peer.children.process import ChildSpec, kept_environment, open_child, python_argv

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh_learner.calibration.record import CellFigures
+from rollmesh_learner.audit.calibration import CellFigures
 from rollmesh_protocol.verdicts.drift import DriftTest, fit_drift
 from rollmesh_protocol.verdicts.envelope import delta_of, envelope_of
 from rollmesh_protocol.verdicts.margins import Thresholds
