@@ -134,9 +134,11 @@ def spoil(model: nn.Module, cheat: str) -> None:
             table = model.get_input_embeddings().weight
             table.copy_(_rounded(table, bits=8))
     elif cheat.startswith("layers"):
-        kept, layers = int(cheat.removeprefix("layers")), model.base_model.layers
-        first = (len(layers) - kept) // 2 + kept // 2
-        del layers[first : first + len(layers) - kept]
+        layers = model.base_model.layers
+        dropped = len(layers) - int(cheat.removeprefix("layers"))
+        for layer in layers[(len(layers) - dropped) // 2 :][:dropped]:  # what they add becomes nothing
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
     elif cheat.startswith("noise"):
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
