@@ -26,7 +26,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh_protocol.verdicts.envelope import CONFIDENCE_Z, HARD_RULES, LIFE_ROLLOUTS, RATE, Margins, tail_bound
+from rollmesh_protocol.verdicts.envelope import (
+    CELL_TOKENS,
+    CONFIDENCE_Z,
+    HARD_RULES,
+    LIFE_ROLLOUTS,
+    RATE,
+    Margins,
+    tail_bound,
+)
 
 CLIP_RATE: Final = 1e-3
 """Of honest tokens, so many lie above the clip: a few large margins are the business of the other rules."""
@@ -80,28 +88,30 @@ def excess(margins: Margins, *, clip: float, reference: float) -> float:
 def fit_drift(cells: Sequence[Sequence[Margins]]) -> DriftTest:
     """The test for nodes that work like these cells; ``cells[i][j]`` are the margins of rollout j of cell i.
 
-    Clip and reference are those of the worst cell. Raises ``ValueError`` for an empty cell.
+    Clip and reference are those of the worst cell, of those with CELL_TOKENS tokens and of all together. Raises
+    ``ValueError`` for an empty cell.
     """
     if not cells or not all(cells):
         raise ValueError("a cell without rollouts says nothing")
-    tokens = [np.concatenate(cell) for cell in cells]
+    judged = [[one for cell in cells for one in cell], *(cell for cell in cells if sum(map(len, cell)) >= CELL_TOKENS)]
+    tokens = [np.concatenate(cell) for cell in judged]
     clip = max(LEAST_CLIP, *(tail_bound(cell, CLIP_RATE) for cell in tokens))
     honest = max(float(np.minimum(cell, clip).mean(dtype=np.float64)) for cell in tokens)
     reference = max(LEAST_REFERENCE, RATIO * honest)
-    scores = [np.array([excess(m, clip=clip, reference=reference) for m in cell]) for cell in cells]
+    scores = [np.array([excess(m, clip=clip, reference=reference) for m in cell]) for cell in judged]
     return DriftTest(clip=clip, reference=reference, exponent=_exponent(scores, extra=clip - reference))
 
 
-def _exponent(cells: Sequence[NDArray[np.float64]], *, extra: float) -> float:
-    """The largest theta with E[exp(theta x)] <= 1 for all cells together, with confidence, and for each one; or 0."""
-    pooled = np.concatenate([*cells, np.array([extra])])
+def _exponent(judged: Sequence[NDArray[np.float64]], *, extra: float) -> float:
+    """The largest theta with E[exp(theta x)] <= 1: for all (the first) with confidence, for each cell by its mean."""
+    pooled = np.append(judged[0], extra)
 
     def fits(theta: float) -> bool:
         values = np.exp(theta * pooled)
         error = float(values.std(ddof=1)) / math.sqrt(values.size)
         if float(values.mean()) + CONFIDENCE_Z * error > 1:
             return False
-        return all(float(np.exp(theta * cell).mean()) <= 1 for cell in cells)
+        return all(float(np.exp(theta * cell).mean()) <= 1 for cell in judged)
 
     low, high = 0.0, LEAST_EXPONENT
     while high < MOST_EXPONENT and fits(high):

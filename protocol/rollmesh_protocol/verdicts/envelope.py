@@ -44,6 +44,8 @@ CONFIDENCE_Z: Final = 1.645
 TAIL_SHARE: Final = 0.1
 """Of the margins above zero, the largest tenth is taken for the tail."""
 LEAST_PEAKS: Final = 10
+CELL_TOKENS: Final = 3000
+"""A cell with fewer tokens says too little by itself: it is judged together with the others only."""
 LEAST_LOW: Final = 0.1
 LEAST_HIGH: Final = 0.2
 LEAST_ANY: Final = 0.5
@@ -127,13 +129,15 @@ def thresholds_of(margins: Margins, *, rules: Thresholds, longest: int) -> Thres
 
 
 def envelope_of(cells: Sequence[Margins], *, rules: Thresholds, longest: int) -> Thresholds:
-    """The thresholds within which all cells lie, each by itself, with :data:`SLACK` and not below the least ones.
+    """The thresholds within which all cells lie, together and each by itself where it has :data:`CELL_TOKENS`.
 
-    ``cells``: the margins of all tokens of each cell, one array for each. Raises ``ValueError`` for an empty cell.
+    With :data:`SLACK`, and not below the least ones. ``cells``: the margins of all tokens of each cell, one array for
+    each. Raises ``ValueError`` for an empty cell.
     """
     if not cells or not all(cell.size for cell in cells):
         raise ValueError("a cell without tokens says nothing")
-    found = [thresholds_of(cell, rules=rules, longest=longest) for cell in cells]
+    judged = [np.concatenate(cells), *(cell for cell in cells if cell.size >= CELL_TOKENS)]
+    found = [thresholds_of(cell, rules=rules, longest=longest) for cell in judged]
     return _no_less(
         replace(
             rules,
