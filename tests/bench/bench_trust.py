@@ -96,7 +96,7 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
         f"{total:,} honest rollouts, {sum(c['tokens'] for c in cells):,} tokens; auditor transformers bf16 on a CPU",
         "rates": {"hard_per_life": RATE, "life_rollouts": LIFE_ROLLOUTS, "soft_per_rollout": SOFT_RATE},
         "cells": cells,
-        "absent": {"vllm": "measured elsewhere" if importlib.util.find_spec("vllm") else "vllm is not installed here"},
+        "absent": {"vllm bf16": why_no_vllm()},
         "derived": {"all": as_plain(whole), "even": as_plain(derived[0]), "odd": as_plain(derived[1])},
         "defaults": as_plain_thresholds(Thresholds()),
         "false_rejections": wrong,
@@ -105,6 +105,13 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
         "ok": not misses,
         "misses": misses,
     }
+
+
+def why_no_vllm() -> str:
+    """The cell that the design asks for beside those of transformers."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed here"
+    return "the node's engine host offers no vllm backend"
 
 
 def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, total: int) -> list[str]:
