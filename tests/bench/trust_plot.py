@@ -35,6 +35,7 @@ def draw(figures: dict) -> Figure:
             lengths.plot([middle], [place + shift], "o", color=colour, markersize=size)
     lengths.plot([], [], "o-", color=INK, label="all rules together")
     lengths.plot([], [], "o-", color=FAINT, label="drift test alone")
+    lengths.plot([], [], ">", color=GREY, label=f"not within {CAP:,} tokens")
     lengths.set_yticks(range(len(rows)), [row["cheat"] for row in rows], fontsize=8)
     lengths.set(xscale="log", xlabel="audited tokens until noticed: median to 95th percentile", xlim=(3, CAP * 1.4))
     lengths.axvline(10_000, color=WARM, linewidth=1, linestyle=":")
