@@ -2,7 +2,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
-	bench-e2e bench-patch bench-sampler bench-scoring lab-broadcast lab-flood
+	bench-e2e bench-patch bench-sampler bench-scoring bench-trust lab-broadcast lab-flood
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -33,6 +33,9 @@ bench-sampler: $(READY) ## Statistics of the seeded noise over ten million draws
 
 bench-scoring: $(READY) ## Cost of a score in the sandbox, against calling the scorer directly
 	@$(PY) -m tests.bench.bench_scoring
+
+bench-trust: $(READY) ## What the sampling audit refuses of honest work, and how soon it finds each cheat (half an hour)
+	@$(PY) -m tests.bench.bench_trust --out runs/bench-trust
 
 lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over shaped links (root; some twenty minutes)
 	@$(PY) -m tests.lab.broadcast --out runs/lab

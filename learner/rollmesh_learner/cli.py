@@ -1,4 +1,4 @@
-"""Run and look after a training run: `rollmesh learner run CONFIG`, `rollmesh learner invite CONFIG`."""
+"""Run and look after a training run: `rollmesh learner run | calibrate | invite CONFIG`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import trio
 
 from rollmesh_learner.config import LearnerConfig, load_config
 from rollmesh_peer.config import render_toml
-from rollmesh_peer.folders import run_folder
+from rollmesh_peer.folders import private_folder, run_folder
 from rollmesh_peer.keys import load_key
 from rollmesh_peer.logging_setup import set_up_logging
 from rollmesh_peer.mesh.address import parse_peer_address
@@ -40,7 +40,7 @@ HARD_S: Final = 8.0
 def add_parser(subparsers: SubParsers) -> None:
     """Add ``rollmesh learner``."""
     parser = subparsers.add_parser("learner", help="run and look after a training run", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | invite")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="run | calibrate | invite")
     run = verbs.add_parser("run", help="run a learner until its last step; Ctrl-C stops it after the step under way")
     run.add_argument("config", type=Path, help="the run's TOML file, such as deploy/examples/smollm2-arithmetic.toml")
     run.add_argument(
@@ -48,6 +48,13 @@ def add_parser(subparsers: SubParsers) -> None:
         help="override one value, for example --set training.lr=1e-5",
     )  # fmt: skip
     run.add_argument("--check-config", action="store_true", help="print the resolved configuration and end")
+    calibrate = verbs.add_parser(
+        "calibrate", help="measure honest work on this machine and derive the audit's thresholds from it"
+    )
+    calibrate.add_argument("config", type=Path, help="the run's TOML file")
+    calibrate.add_argument(
+        "--rollouts", type=int, default=0, help="rollouts to generate; more tighten the thresholds (default: minutes)"
+    )
     invite = verbs.add_parser("invite", help="print a join line with a single-use invitation")
     invite.add_argument("config", type=Path, help="the run's TOML file")
     invite.add_argument("address", nargs="+", help="the learner's addresses, as `rollmesh learner run` printed them")
@@ -58,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides=getattr(arguments, "overrides", []), environ=os.environ)
     if arguments.verb == "invite":
         return _invite(config, arguments.address)
+    if arguments.verb == "calibrate":
+        return trio.run(_calibrate, config, arguments.rollouts)
     if arguments.check_config:
         print(render_toml(config), end="")
         return EXIT_OK
@@ -109,6 +118,26 @@ async def _watch_signals(stop: trio.Event, everything: trio.CancelScope) -> None
                 return
             print("stopping after the step under way; once more to stop at once", file=sys.stderr, flush=True)
             stop.set()
+
+
+async def _calibrate(config: LearnerConfig, rollouts: int) -> int:
+    from rollmesh_learner.audit.calibrate import DEFAULT_ROLLOUTS, calibrate
+    from rollmesh_learner.audit.calibration import write_calibration
+
+    folder = private_folder(config.run.folder) if config.run.folder else run_folder(config.run.name)
+    found = await calibrate(
+        config, folder=folder, rollouts=rollouts or DEFAULT_ROLLOUTS, tell=lambda line: print(line, flush=True)
+    )
+    path = write_calibration(found, folder=folder)
+    total = sum(cell.rollouts for cell in found.cells)
+    print(
+        f"{total} honest rollouts: thresholds {found.low_margin:.2f} (soft), {found.high_margin:.2f} and "
+        f"{found.any_margin:.2f} nats, delta {found.delta:.2f}"
+    )
+    if not found.drift_exponent:
+        print("they are too few for the test of slow drifts, which stays off: calibrate with more --rollouts")
+    print(f"written to {path}; the learner goes by it from its next start")
+    return EXIT_OK
 
 
 def _invite(config: LearnerConfig, addresses: list[str]) -> int:

@@ -24,7 +24,9 @@ import trio
 from rollmesh_learner import terms
 from rollmesh_learner.audit.account import trust_status
 from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.calibration import adopt
 from rollmesh_learner.audit.drawing import MEANS, Drawer
+from rollmesh_learner.audit.margin_book import MarginBook, load_remembered
 from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
@@ -112,6 +114,7 @@ async def run_learner(
             run = await name_run(ledger, config, folder=folder)
             model = await base_of_run(ledger, config.model)
             await rollbacks.finish(ledger, partial(discard_beyond, folder / CHECKPOINTS))
+            config, drift = await adopt(config, folder=folder, model=model)
             async with (
                 open_crew(config, model=model, folder=folder) as hands,
                 open_publisher(config, run=run, identity=identity, folder=folder, layout=hands.layout) as (
@@ -125,6 +128,7 @@ async def run_learner(
                     config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
                     exports=exports, card=card, records=await restore.load_records(ledger), software=software,
                     memory=await load_trust(ledger, terms.thresholds(config), means_name=MEANS),
+                    margin_book=terms.margin_book(config, drift=drift, known=await load_remembered(ledger)),
                 )  # fmt: skip
                 return await learner.run(on_ready=on_ready, stop=stop)
 
@@ -146,6 +150,7 @@ class _Learner:
         records: dict[str, Record],
         software: str,
         memory: TrustMemory,
+        margin_book: MarginBook | None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -210,6 +215,7 @@ class _Learner:
             image_of=publisher.image_of,
             reaudits=Reaudits(ledger, image_of=publisher.image_of, bad=memory.bad),
             audited_tokens=memory.tokens.audited,
+            margin_book=margin_book,
         )
         for peer in self._nodes.quarantined():  # what a kill has interrupted
             self._auditor.look_back(peer)

@@ -148,7 +148,7 @@ def make_trainer(config: LearnerConfig, *, model: Path, checkpoints: Path) -> Tr
         "checks": config.trust.model_dump(),
     }
     return TrainerClient(
-        _torch_spec("trainer", "rollmesh_learner.training.trainer", threads=config.training.threads),
+        torch_spec("trainer", "rollmesh_learner.training.trainer", threads=config.training.threads),
         opening=opening,
         checkpoints=checkpoints,
         kept=config.training.checkpoints_kept,
@@ -217,7 +217,7 @@ def make_auditor(config: LearnerConfig, *, model_config: Json, layout: Layout) -
             deadline_s=_OPEN_S,
         )
 
-    return Supervisor(_torch_spec("auditor", "rollmesh_learner.audit.process", threads=config.audit.threads), prepare)
+    return Supervisor(torch_spec("auditor", "rollmesh_learner.audit.process", threads=config.audit.threads), prepare)
 
 
 def choices(config: LearnerConfig) -> list[EnvironmentChoice]:
@@ -255,7 +255,8 @@ def _tensor(value: object) -> dict[str, object]:
     return {"name": value["name"], "dtype": value["dtype"], "shape": tuple(value["shape"])}
 
 
-def _torch_spec(name: str, module: str, *, threads: int) -> ChildSpec:
+def torch_spec(name: str, module: str, *, threads: int) -> ChildSpec:
+    """A child that computes with torch; 0 threads leave the choice to it."""
     chosen = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return ChildSpec(
         name=name,

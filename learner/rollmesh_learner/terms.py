@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from rollmesh_learner.audit.margin_book import MarginBook, Remembered
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.members.standing import StandingRules
 from rollmesh_learner.members.welcome import AdmissionTerms
@@ -15,6 +17,7 @@ from rollmesh_learner.work.book import Rules
 from rollmesh_learner.work.intake import IntakeTerms
 from rollmesh_learner.work.leasing import LeaseTerms
 from rollmesh_protocol.messages import RunCard
+from rollmesh_protocol.verdicts.drift import DriftTest
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 
@@ -92,3 +95,12 @@ def standing_rules(config: LearnerConfig) -> StandingRules:
 def thresholds(config: LearnerConfig) -> Thresholds:
     """Where honest noise ends."""
     return config.audit.to(Thresholds)
+
+
+def margin_book(
+    config: LearnerConfig, *, drift: DriftTest | None, known: Mapping[str, Remembered]
+) -> MarginBook | None:
+    """What is remembered of nodes' margins; None for a run that was not calibrated."""
+    if drift is None:
+        return None
+    return MarginBook(drift, thresholds=thresholds(config), longest=config.rollouts.max_new_tokens, known=known)

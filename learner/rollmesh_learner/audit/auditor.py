@@ -19,6 +19,7 @@ from typing import Final
 import trio
 
 from rollmesh_learner.audit.cases import Case
+from rollmesh_learner.audit.margin_book import MarginBook, figures_of, read_margins
 from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
@@ -66,10 +67,13 @@ class Auditor:
         discipline: Discipline,
         child: Supervisor,
         image_of: Callable[[bytes], Path | None],
+        margin_book: MarginBook | None = None,
         reaudits: Reaudits | None = None,
         audited_tokens: int = 0,
     ) -> None:
+        """Without a ``margin_book`` nodes are judged by ``thresholds`` alone."""
         self._thresholds = thresholds
+        self._margin_book = margin_book
         self._book = book
         self._nodes = nodes
         self._ledger = ledger
@@ -191,26 +195,39 @@ class Auditor:
         )
         self.done += 1
         self.audited_tokens += case.num_tokens
-        verdict, why = judge_rollout(figures, self._thresholds)
+        node = self._nodes.get(rollout.node)
+        limits, memory = self._thresholds, self._margin_book
+        if memory is not None:
+            margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
+            limits = memory.limits_of(node)
+            figures = figures_of(margins, limits)
+        verdict, why = judge_rollout(figures, limits)
         if rollout.key in self.reaudits.cases:
             await self._ledger.commit(_insert_audit(rollout, figures, verdict))
             self.reaudits.judged(case, verdict)
             return
         code = "result.sampling"
-        node = self._nodes.get(rollout.node)
         if node is not None and verdict == "pass":
             node.recent_margins.append((figures.tokens, figures.over_low, figures.over_high))
-            keep_recent(node.recent_margins, self._thresholds)
-            verdict, why = judge_window(node.recent_margins, self._thresholds)
+            keep_recent(node.recent_margins, limits)
+            verdict, why = judge_window(node.recent_margins, limits)
             if verdict == "soft":
                 node.recent_margins.clear()
-                code = "result.drift"
+        # A suspect was chosen for being odd: the drift is judged on rollouts that chance chose.
+        if memory is not None and verdict != "hard" and rollout.key not in self._suspects:
+            drift, because = memory.add(rollout.node, margins, node=node)
+            if drift == "hard" or verdict == "pass":
+                verdict, why = drift, because
+        if verdict == "soft":
+            code = "result.drift"
         record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")
         self._nodes.set_record(rollout.node, record)
         statements = [
             _insert_audit(rollout, figures, verdict),
             rows.put_node(rollout.node, name=self._nodes.name_of(rollout.node), record=record, wall_time=time.time()),
         ]
+        if memory is not None:
+            statements.append(memory.statement(rollout.node))
         if verdict == "hard":
             self.failed += 1
             await self._ledger.commit(*statements)

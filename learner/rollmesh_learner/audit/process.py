@@ -2,11 +2,11 @@
 
     open   {config_json: str|bytes, layout: map|bytes, threads: int?, device: str?, margins: {low, high, any}?} -> {}
     audit  {image: str, rollouts: [{key, prompt, tokens, logprobs, seed}]}
-           -> {rollouts: [{key, tokens, exact, over_low, over_high, over_any, largest, exact_logprobs,
+           -> {rollouts: [{key, tokens, exact, over_low, over_high, over_any, largest, margins, exact_logprobs,
                            logprob_gap_median, logprob_gap_largest}], load_s, audit_s}
 
-``prompt`` and ``tokens`` are little-endian uint32, log-probabilities little-endian float32; answers stand in the order
-of the question. The image of a root is loaded once for all questions about it that follow each other.
+``prompt`` and ``tokens`` are little-endian uint32, log-probabilities and margins little-endian float32; answers stand
+in the order of the question. The image of a root is loaded once for all questions about it that follow each other.
 
 Invariant: the pipe's descriptors are taken before any library that prints is imported. Not here: any decision.
 """
@@ -121,6 +121,7 @@ def _body(key: object, outcome: Outcome) -> Body:
         "over_high": outcome.over_high,
         "over_any": outcome.over_any,
         "largest": outcome.largest,
+        "margins": outcome.margins.astype("<f4").tobytes(),
         "exact_logprobs": outcome.exact_logprobs.astype("<f4").tobytes(),
         "logprob_gap_median": outcome.logprob_gap_median,
         "logprob_gap_largest": outcome.logprob_gap_largest,

@@ -58,6 +58,8 @@ class Outcome:
     over_any: int
     largest: float
     """The largest margin, in nats."""
+    margins: NDArray[np.float32]
+    """Of every token, in nats."""
     exact_logprobs: NDArray[np.float32]
     """The log-probabilities of the claimed tokens under the weights: the exact mu."""
     logprob_gap_median: float
@@ -109,6 +111,7 @@ class Recomputer:
             over_high=int((margins > self._margins.high).sum()),
             over_any=int((margins > self._margins.any).sum()),
             largest=float(margins.max()),
+            margins=margins,
             exact_logprobs=exact,
             logprob_gap_median=float(np.median(gaps)),
             logprob_gap_largest=float(gaps.max()),

@@ -58,10 +58,10 @@ def check_block(address: str, *, others: Iterable[str], most: int) -> None:
 
     ``address`` and ``others`` are transport multiaddrs; one that has no IP address belongs to no block.
     """
-    block = _block(address)
+    block = block_at(address)
     if block is None:
         return
-    if sum(1 for other in others if _block(other) == block) >= most:
+    if sum(1 for other in others if block_at(other) == block) >= most:
         raise Refused("node.too_many", f"there are {most} nodes from {block} already")
 
 
@@ -78,7 +78,7 @@ class Registrations:
 
     def register(self, address: str, *, now: float) -> None:
         """Count one more from ``address`` (a transport multiaddr), or refuse it: ``node.too_many``."""
-        block = _block(address)
+        block = block_at(address)
         if block is None:
             return
         left = self._left.get(block)
@@ -92,7 +92,8 @@ class Registrations:
             raise Refused("node.too_many", f"{block} has brought too many new nodes lately; try again in an hour")
 
 
-def _block(address: str) -> str | None:
+def block_at(address: str) -> str | None:
+    """The address block of a transport multiaddr; None for loopback and for what has no IP address."""
     try:
         return block_of(parse_endpoint(address))
     except UsageError:

@@ -43,6 +43,8 @@ class Node:
     hello: Hello
     record: Record
     last_seen: float
+    block: str = ""
+    """The block of addresses that it comes from (/24, /48); empty for loopback and names."""
     version_held: int = 0
     root_held: bytes | None = None
     waiting_for: str = ""

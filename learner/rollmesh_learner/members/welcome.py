@@ -14,6 +14,7 @@ import trio
 from rollmesh_learner.members.admission import (
     Mode,
     Registrations,
+    block_at,
     check_allowlist,
     check_block,
     open_hello,
@@ -97,6 +98,7 @@ class WelcomeDesk:
         await self._check(peer, hello, observed)
         node = self._nodes.admit(peer, hello, now=now)
         self._nodes.set_record(peer, after_absence(node.record, self._nodes.rules, now=time.time()))
+        node.block = block_at(observed) or ""
         self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
         self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
         if is_new:
