@@ -208,11 +208,6 @@ def make_auditor(config: LearnerConfig, *, model_config: Json, layout: Layout) -
                 "layout": layout.encode(),
                 "threads": config.audit.threads,
                 "device": config.audit.device,
-                "margins": {
-                    "low": config.audit.low_margin,
-                    "high": config.audit.high_margin,
-                    "any": config.audit.any_margin,
-                },
             },
             deadline_s=_OPEN_S,
         )

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +53,15 @@ _MOST_TRIES: Final = 3
 _MOST_DEATHS: Final = 10
 """... or dies of it, which more often is somebody else's doing."""
 _DEATHS: Final = frozenset({DIED, KILLED, LATE, START, CLOSED})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What an audit found of one rollout."""
+
+    figures: AuditFigures
+    verdict: Verdict
+    why: str
 
 
 class Auditor:
@@ -185,28 +195,40 @@ class Auditor:
             await self._decide(case, outcome)
 
     async def _decide(self, case: Case, outcome: Body) -> None:
+        """What is written down and what follows, for one rollout that was recomputed."""
         rollout = case.rollout
-        figures = AuditFigures(
-            tokens=rollout.num_tokens,
-            over_low=int(outcome["over_low"]),  # type: ignore[call-overload]
-            over_high=int(outcome["over_high"]),  # type: ignore[call-overload]
-            over_any=int(outcome["over_any"]),  # type: ignore[call-overload]
-            largest=float(outcome["largest"]),  # type: ignore[arg-type]
-        )
         self.done += 1
         self.audited_tokens += case.num_tokens
+        found = self._judge(case, outcome)
+        if rollout.key in self.reaudits.cases:
+            await self._ledger.commit(_insert_audit(rollout, found))
+            self.reaudits.judged(case, found.verdict)
+            return
+        statements = [_insert_audit(rollout, found), *self._put_record(rollout.node, passed=found.verdict == "pass")]
+        if found.verdict == "hard":
+            self.failed += 1
+            await self._ledger.commit(*statements)
+            _log.warning("audit of %s failed: %s", short(rollout.node), found.why)
+            await self.reaudits.count_consumed(rollout.key)
+            await self._discipline.offend(rollout.node, "result.sampling", detail=found.why, rollouts=1)
+            return
+        exact = outcome["exact_logprobs"]
+        if not isinstance(exact, bytes) or len(exact) != len(rollout.logprobs):
+            raise ChildFailed("the auditor's log-probabilities do not fit the rollout")
+        await self._ledger.commit(*statements, *self._book.pass_audit(rollout.key, exact))
+        if found.verdict == "soft":
+            await self._discipline.offend(rollout.node, "result.drift", detail=found.why, rollouts=0)
+
+    def _judge(self, case: Case, outcome: Body) -> _Found:
+        """The verdict: on the rollout by itself; then, but for re-audits, on what its node was seen to do lately."""
+        rollout, book = case.rollout, self._margin_book
         node = self._nodes.get(rollout.node)
-        limits, memory = self._thresholds, self._margin_book
-        if memory is not None:
-            margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
-            limits = memory.limits_of(node)
-            figures = figures_of(margins, limits)
+        margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
+        limits = book.limits_of(node) if book is not None else self._thresholds
+        figures = figures_of(margins, limits)
         verdict, why = judge_rollout(figures, limits)
         if rollout.key in self.reaudits.cases:
-            await self._ledger.commit(_insert_audit(rollout, figures, verdict))
-            self.reaudits.judged(case, verdict)
-            return
-        code = "result.sampling"
+            return _Found(figures, verdict, why)
         if node is not None and verdict == "pass":
             node.recent_margins.append((figures.tokens, figures.over_low, figures.over_high))
             keep_recent(node.recent_margins, limits)
@@ -214,34 +236,17 @@ class Auditor:
             if verdict == "soft":
                 node.recent_margins.clear()
         # A suspect was chosen for being odd: the drift is judged on rollouts that chance chose.
-        if memory is not None and verdict != "hard" and rollout.key not in self._suspects:
-            drift, because = memory.add(rollout.node, margins, node=node)
+        if book is not None and verdict != "hard" and rollout.key not in self._suspects:
+            drift, because = book.add(rollout.node, margins, node=node)
             if drift == "hard" or verdict == "pass":
                 verdict, why = drift, because
-        if verdict == "soft":
-            code = "result.drift"
-        record = self._nodes.record_of(rollout.node).audit(passed=verdict == "pass")
-        self._nodes.set_record(rollout.node, record)
-        statements = [
-            _insert_audit(rollout, figures, verdict),
-            rows.put_node(rollout.node, name=self._nodes.name_of(rollout.node), record=record, wall_time=time.time()),
-        ]
-        if memory is not None:
-            statements.append(memory.statement(rollout.node))
-        if verdict == "hard":
-            self.failed += 1
-            await self._ledger.commit(*statements)
-            _log.warning("audit of %s failed: %s", short(rollout.node), why)
-            await self.reaudits.count_consumed(rollout.key)
-            await self._discipline.offend(rollout.node, code, detail=why, rollouts=1)
-            return
-        exact = outcome["exact_logprobs"]
-        if not isinstance(exact, bytes) or len(exact) != len(rollout.logprobs):
-            raise ChildFailed("the auditor's log-probabilities do not fit the rollout")
-        statements += self._book.pass_audit(rollout.key, exact)
-        await self._ledger.commit(*statements)
-        if verdict == "soft":
-            await self._discipline.offend(rollout.node, code, detail=why, rollouts=0)
+        return _Found(figures, verdict, why)
+
+    def _put_record(self, peer: str, *, passed: bool) -> list[Statement]:
+        record = self._nodes.record_of(peer).audit(passed=passed)
+        self._nodes.set_record(peer, record)
+        put = rows.put_node(peer, name=self._nodes.name_of(peer), record=record, wall_time=time.time())
+        return [put] if self._margin_book is None else [put, self._margin_book.statement(peer)]
 
     async def _give_up(self, batch: list[Case], *, why: str) -> None:
         """Nobody can say whether the work is honest: it is not used."""
@@ -254,12 +259,13 @@ class Auditor:
         await self._ledger.commit(*statements)
 
 
-def _insert_audit(rollout: StoredRollout, figures: AuditFigures, verdict: Verdict) -> Statement:
+def _insert_audit(rollout: StoredRollout, found: _Found) -> Statement:
+    figures = found.figures
     return Statement(
         "INSERT OR REPLACE INTO audits (lease_id, sample, node, verdict, tokens, over_half, over_one, over_three,"
         " largest, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            rollout.lease_id, rollout.sample, rollout.node, verdict, figures.tokens, figures.over_low,
+            rollout.lease_id, rollout.sample, rollout.node, found.verdict, figures.tokens, figures.over_low,
             figures.over_high, figures.over_any, figures.largest, time.time(),
         ),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """The auditor's process: ``python -m rollmesh_learner.audit.process``. Two verbs over one ``Recomputer``.
 
-    open   {config_json: str|bytes, layout: map|bytes, threads: int?, device: str?, margins: {low, high, any}?} -> {}
+    open   {config_json: str|bytes, layout: map|bytes, threads: int?, device: str?} -> {}
     audit  {image: str, rollouts: [{key, prompt, tokens, logprobs, seed}]}
-           -> {rollouts: [{key, tokens, exact, over_low, over_high, over_any, largest, margins, exact_logprobs,
-                           logprob_gap_median, logprob_gap_largest}], load_s, audit_s}
+           -> {rollouts: [{key, tokens, exact, margins, exact_logprobs, logprob_gap_median, logprob_gap_largest}],
+               load_s, audit_s}
 
 ``prompt`` and ``tokens`` are little-endian uint32, log-probabilities and margins little-endian float32; answers stand
 in the order of the question. The image of a root is loaded once for all questions about it that follow each other.
@@ -29,7 +29,7 @@ from typing import cast
 
 import numpy as np
 
-from rollmesh_learner.audit.recompute import Case, Margins, Outcome, Recomputer, set_threads
+from rollmesh_learner.audit.recompute import Case, Outcome, Recomputer, set_threads
 from rollmesh_peer.models.margins import Claim
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed
@@ -53,9 +53,7 @@ class Process:
         config = body.get("config_json")
         if not isinstance(config, str | bytes):
             raise _wrong("config_json")
-        self._recomputer = Recomputer(
-            json.loads(config), layout=_layout(body.get("layout")), margins=_margins(body.get("margins")), device=device
-        )
+        self._recomputer = Recomputer(json.loads(config), layout=_layout(body.get("layout")), device=device)
         return {}
 
     def audit(self, body: Body) -> Body:
@@ -85,14 +83,6 @@ def _layout(value: object) -> Layout:
     return Layout.read({"tensors": tuple({**spec, "shape": tuple(spec["shape"])} for spec in value["tensors"])})
 
 
-def _margins(value: object) -> Margins:
-    if value is None:
-        return Margins()
-    if not isinstance(value, dict):
-        raise _wrong("margins")
-    return Margins(**{name: float(value[name]) for name in ("low", "high", "any")})
-
-
 def _case(value: object) -> Case:
     if not isinstance(value, dict):
         raise _wrong("rollouts")
@@ -117,10 +107,6 @@ def _body(key: object, outcome: Outcome) -> Body:
         "key": key,
         "tokens": outcome.tokens,
         "exact": outcome.exact,
-        "over_low": outcome.over_low,
-        "over_high": outcome.over_high,
-        "over_any": outcome.over_any,
-        "largest": outcome.largest,
         "margins": outcome.margins.astype("<f4").tobytes(),
         "exact_logprobs": outcome.exact_logprobs.astype("<f4").tobytes(),
         "logprob_gap_median": outcome.logprob_gap_median,

@@ -29,15 +29,6 @@ from rollmesh_protocol.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Margins:
-    """Where margins are counted, in nats."""
-
-    low: float = 0.5
-    high: float = 1.0
-    any: float = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Case:
     """One rollout as its node reported it."""
 
@@ -53,11 +44,6 @@ class Outcome:
     tokens: int
     exact: int
     """Tokens that our own kernels draw as well (margin 0)."""
-    over_low: int
-    over_high: int
-    over_any: int
-    largest: float
-    """The largest margin, in nats."""
     margins: NDArray[np.float32]
     """Of every token, in nats."""
     exact_logprobs: NDArray[np.float32]
@@ -70,10 +56,9 @@ class Outcome:
 class Recomputer:
     """Holds one model and fills it with the weights that are asked for."""
 
-    def __init__(self, config: Json, *, layout: Layout, margins: Margins, device: str = "auto") -> None:
+    def __init__(self, config: Json, *, layout: Layout, device: str = "auto") -> None:
         """Raises ``Refused("card.model")`` for a config that is not loaded."""
         self._layout = layout
-        self._margins = margins
         self._model: PreTrainedModel = build_model(config, device=best_device() if device == "auto" else device)
         self._held: tuple[str, int, int, int] | None = None
         self.spent_s = 0.0
@@ -107,10 +92,6 @@ class Recomputer:
         return Outcome(
             tokens=len(margins),
             exact=int((margins == 0).sum()),
-            over_low=int((margins > self._margins.low).sum()),
-            over_high=int((margins > self._margins.high).sum()),
-            over_any=int((margins > self._margins.any).sum()),
-            largest=float(margins.max()),
             margins=margins,
             exact_logprobs=exact,
             logprob_gap_median=float(np.median(gaps)),

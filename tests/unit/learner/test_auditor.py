@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import trio
 
@@ -29,8 +30,8 @@ class Child:
         """Seeds at which it fails."""
         self.code: str | None = None
         self.failures_left = 1000
-        self.over_any: set[int] = set()
-        """Seeds at which it finds a token far off."""
+        self.far: set[int] = set()
+        """Seeds at which it finds tokens far off."""
 
     @asynccontextmanager
     async def use(self):
@@ -46,12 +47,12 @@ class Child:
         return {
             "rollouts": [
                 {
-                    "over_low": int(r["seed"] in self.over_any), "over_high": 0, "exact_logprobs": r["logprobs"],
-                    "over_any": int(r["seed"] in self.over_any), "largest": 9.0,
+                    "margins": np.full(len(r["tokens"]) // 4, 9.0 * (r["seed"] in self.far), "<f4").tobytes(),
+                    "exact_logprobs": r["logprobs"],
                 }
                 for r in rollouts
             ]
-        }  # fmt: skip
+        }
 
 
 @asynccontextmanager
@@ -104,7 +105,7 @@ async def test_a_hard_failure_costs_the_node_everything_and_others_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
-        child.over_any = {of(life, nodes[0])[0].seed}
+        child.far = {of(life, nodes[0])[0].seed}
         await audit_all(life, auditor)
         bad, good = (life.registry.record_of(node.identity.peer) for node in nodes)
         assert bad.quarantined_for.startswith("result.sampling: a token lies 9.0 below")
@@ -157,7 +158,7 @@ async def test_a_suspect_is_audited_after_the_fact_also_when_the_child_fails_onc
         await audit_all(life, auditor)
         suspect.state = "consumed"
         child.poison, child.code, child.failures_left = {suspect.seed}, DIED, 2
-        child.over_any = {suspect.seed}
+        child.far = {suspect.seed}
         auditor.suspect(suspect, prompt=bytes(4))
         await audit_all(life, auditor)
         assert life.registry.record_of(suspect.node).is_quarantined
