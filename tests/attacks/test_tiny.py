@@ -9,7 +9,7 @@ import trio
 
 from tests.attacks import protocol, sampling
 from tests.attacks.attack import Attack
-from tests.attacks.place import HONEST, account_of, open_lab, open_tiny
+from tests.attacks.place import HONEST, account_of, open_lab, open_tiny, work_begins
 from tests.attacks.report import row_of
 from tests.support.system import System
 
@@ -30,12 +30,8 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    async def begin(system: System) -> None:
-        await system.add_node(HONEST)
-        await system.until_run(lambda run: run.step >= 1, timeout_s=100)
-
     with open_tiny(tmp_path_factory.mktemp("attacks")) as system:
-        trio.run(begin, system)
+        trio.run(work_begins, system)
         yield system
 
 
