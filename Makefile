@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it first makes .venv ready (deploy/prepare.sh), which costs nothing once done.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch lab-broadcast setup clean distclean
+.PHONY: help demo test check format lint types imports wheel contracts bench-e2e bench-patch lab-broadcast attack-lab setup clean distclean
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -29,6 +29,9 @@ bench-patch: $(READY) ## Size and speed of weight patches of real steps, against
 
 lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over shaped links (root; some twenty minutes)
 	@$(PY) -m tests.lab.broadcast --out runs/lab
+
+attack-lab: $(READY) ## Every attack of the list against a real learner, with what became of each (some twelve minutes)
+	@$(PY) -m tests.attacks.lab --out runs/attack-lab
 
 setup: $(READY) ## Only make .venv ready
 

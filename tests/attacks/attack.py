@@ -22,6 +22,7 @@ from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import Receipt
+from rollmesh_protocol.rollout import Result
 from tests.attacks.engine import Drawn, Order, order_of
 from tests.support.attacker import Attacker, result_of, sample_of
 
@@ -206,8 +207,8 @@ async def lease_for(one: Attacker, lab: Lab) -> Lease:
         await trio.sleep(ASK_AGAIN_S)
 
 
-async def hand_in(one: Attacker, lease: Lease, drawn: list[Drawn], lab: Lab) -> Receipt:
-    """Submit completions under an honest envelope, with the finish reasons that fit their last tokens."""
+def result_from(lease: Lease, drawn: list[Drawn], lab: Lab) -> Result:
+    """Completions as a result, with the finish reasons that fit their last tokens."""
     samples = [
         sample_of(
             lease, sample.index, tokens=sample.tokens, logprobs=sample.logprobs,
@@ -215,7 +216,30 @@ async def hand_in(one: Attacker, lease: Lease, drawn: list[Drawn], lab: Lab) -> 
         )
         for sample in drawn
     ]  # fmt: skip
-    return await one.submit(result_of(lease, samples))
+    return result_of(lease, samples)
+
+
+async def hand_in(one: Attacker, lease: Lease, drawn: list[Drawn], lab: Lab) -> Receipt:
+    """Submit completions under an honest envelope."""
+    return await one.submit(result_from(lease, drawn, lab))
+
+
+async def refusal(one: Attacker, sealed: bytes) -> str:
+    """The code for a submission; the offence behind a quarantine."""
+    try:
+        receipt = await one.send(sealed)
+    except Refused as refused:
+        return reason_of(refused) if refused.code == "node.quarantined" else refused.code
+    return receipt.code or "accepted"
+
+
+async def any_refusal(one: Attacker, protocol: str, request: bytes) -> str:
+    """The code for any request; what is answered is said to be."""
+    try:
+        await one.ask(protocol, request)
+    except Refused as refused:
+        return refused.code
+    return "answered"
 
 
 def reason_of(refused: Refused) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollmesh_node.engine.backend import GroupRequest, SampleRequest, Stats
 from rollmesh_node.engine.decoding import Decoder
-from rollmesh_peer.models.image import weights_of
+from rollmesh_peer.models.image import copy_image_into, weights_of
 from rollmesh_peer.models.margins import Claim, Recomputed, recompute
 from rollmesh_peer.models.sampling import draw, noise
 from rollmesh_protocol.lease import Lease
@@ -168,12 +168,13 @@ class Forge:
         backend = self.studio._warm_up()
         if weights != self._held:
             self._held = None
-            backend.swap(self.studio.images[weights.root])
+            image = self.studio.images[weights.root]
+            copy_image_into(backend._model, layout=self.studio.card.layout, image=image)
             if weights.change is not None:
                 with torch.no_grad():
                     weights.change(weights_of(backend._model))
-                for linear in backend._packed:
-                    linear.pack()
+            for linear in backend._packed:
+                linear.pack()
             self._held = weights
         return backend._model
 

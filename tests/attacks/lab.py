@@ -19,13 +19,16 @@ from typing import Final
 import trio
 
 import tests.attacks.crowd
+import tests.attacks.garbage
 import tests.attacks.hostile_learner
+import tests.attacks.hostile_weights
+import tests.attacks.other_weights
 import tests.attacks.protocol
 import tests.attacks.sampling  # noqa: F401 - they fill the registry
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack
+from tests.attacks.leases import Abandoning, Expired, Withholding
 from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
-from tests.attacks.protocol import Abandoning, Expired, Withholding
 from tests.attacks.report import as_json, row_of, table
 from tests.support.system import System, open_system
 

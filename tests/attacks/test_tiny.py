@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.attacks import protocol, sampling
+from tests.attacks import garbage, leases, other_weights, protocol, sampling
 from tests.attacks.attack import Attack
 from tests.attacks.place import HONEST, account_of, open_lab, open_tiny, work_begins
 from tests.attacks.report import row_of
@@ -16,15 +16,15 @@ from tests.support.system import System
 pytestmark = pytest.mark.timeout(240)
 
 CAUGHT = (
-    sampling.WrongModel, sampling.Int4, sampling.Draft, sampling.Colder, sampling.SeedIgnored, sampling.BestOfN,
+    other_weights.WrongModel, other_weights.Int4, other_weights.Draft, sampling.Colder, sampling.SeedIgnored, sampling.BestOfN,
     sampling.Edited5, sampling.EarlyEnd, sampling.OtherPrompt, sampling.TrimmedPrompt,
 )  # fmt: skip
 REFUSED = (
     protocol.NotANumber, protocol.Infinite, protocol.AboveZero, protocol.OutOfVocabulary, protocol.TooLong,
     protocol.FalseFinish, protocol.OtherRoot, protocol.MissingSamples, protocol.OwnReward, protocol.Forged,
-    protocol.Reused, protocol.OtherKey, protocol.WrongKind, protocol.OtherRun, protocol.Replayed, protocol.Stolen,
-    protocol.OthersLease, protocol.UnknownLease, protocol.Hoarding, protocol.Slowness, protocol.ComingBack,
-    protocol.Truncated, protocol.Nested, protocol.Bomb, protocol.ManyValues, protocol.NoFlowControl,
+    protocol.Reused, protocol.OtherKey, protocol.WrongKind, protocol.OtherRun, leases.Replayed, leases.Stolen,
+    leases.OthersLease, leases.UnknownLease, leases.Hoarding, leases.Slowness, leases.ComingBack,
+    garbage.Truncated, garbage.Nested, garbage.Bomb, garbage.ManyValues, garbage.NoFlowControl,
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ async def test_what_breaks_the_protocol_is_refused_with_its_code(lab) -> None:
         await attack.play(lab)
         row = row_of(attack, lab)
         assert row.ok, row
-        if attack is not protocol.Replayed:
+        if attack is not leases.Replayed:
             untouched(attack, lab)
 
 
