@@ -16,8 +16,9 @@ from tests.support.system import System
 pytestmark = pytest.mark.timeout(240)
 
 CAUGHT = (
-    other_weights.WrongModel, other_weights.Int4, other_weights.Draft, sampling.Colder, sampling.SeedIgnored, sampling.BestOfN,
-    sampling.Edited5, sampling.EarlyEnd, sampling.OtherPrompt, sampling.TrimmedPrompt,
+    other_weights.WrongModel, other_weights.Int4, other_weights.Draft, sampling.Colder,
+    sampling.SeedIgnored, sampling.BestOfN, sampling.Edited5, sampling.EarlyEnd, sampling.OtherPrompt,
+    sampling.TrimmedPrompt,
 )  # fmt: skip
 REFUSED = (
     protocol.NotANumber, protocol.Infinite, protocol.AboveZero, protocol.OutOfVocabulary, protocol.TooLong,
