@@ -88,11 +88,12 @@ class Attack(ABC):
         del lab
 
     @asynccontextmanager
-    async def identity(self, lab: Lab):
-        """One more identity of this attack, in the run, that gives signs of life as long as the block runs."""
+    async def identity(self, lab: Lab, *, alive: bool = True):
+        """One more identity of this attack, in the run, which as long as it is ``alive`` gives signs of life."""
         async with open_stubborn(lab.join) as one, trio.open_nursery() as nursery:
             self.peers.append(one.peer)
-            nursery.start_soon(_live, one)
+            if alive:
+                nursery.start_soon(_live, one)
             yield one
             nursery.cancel_scope.cancel()
 
@@ -154,13 +155,14 @@ class WireAttack(Attack):
     """Says what no honest node says. :meth:`strike` gives the code that the learner answered with."""
 
     kind = "protocol"
+    alive = True
 
     @abstractmethod
     async def strike(self, one: Attacker, lab: Lab) -> str | None:
         """Do it once; the code of the refusal, or None for an attack that goes by :attr:`Outcome.no_effect`."""
 
     async def play(self, lab: Lab) -> None:
-        async with self.identity(lab) as one:
+        async with self.identity(lab, alive=self.alive) as one:
             code = await self.strike(one, lab)
             if code:
                 self.outcome.codes.append(code)

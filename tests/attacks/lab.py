@@ -70,7 +70,7 @@ def main() -> int:
 
 async def _run(system: System, attacks: list[Attack], model: Path, base: Path, chosen: argparse.Namespace) -> dict:
     say(f"the run is in {system.folder}")
-    await work_begins(system, f"weights.base={model}", "engine.max_batch_samples=16")
+    await work_begins(system, f"weights.base={model}", "limits.groups_at_once=2")
     say("the honest node works; the attacks begin")
     async with open_lab(system, system.folder, model=model, most_tokens=chosen.tokens, base=base) as lab:
         minutes = 60 * chosen.minutes

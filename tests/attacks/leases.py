@@ -26,7 +26,7 @@ from tests.attacks.engine import order_of
 from tests.attacks.place import Lab
 from tests.support.attacker import Attacker, open_attacker, result_of
 
-PATIENCE_S = 150.0
+PATIENCE_S = 240.0
 
 
 class Replayed(WireAttack):
@@ -84,9 +84,10 @@ class UnknownLease(WireAttack):
 
 
 class Expired(WireAttack):
-    """Held until it runs out and others have filled it; then a result for it."""
+    """Held in silence until others have been given it and have filled it; then a result for it."""
 
     name = "expired lease"
+    alive = False
     expects = frozenset({"lease.expired", "result.stale"})
 
     async def strike(self, one: Attacker, lab: Lab) -> str | None:
@@ -105,6 +106,7 @@ class Abandoning(WireAttack):
     """Takes leases and lets them run out: it is given none for a while, and its samples go to others."""
 
     name = "abandoning leases"
+    alive = False
 
     async def strike(self, one: Attacker, lab: Lab) -> str | None:
         ids = []

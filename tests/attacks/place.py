@@ -28,7 +28,7 @@ HONEST: Final = "honest"
 NEW_TOKENS: Final = 32
 READY_S: Final = 600.0
 """Base model, trainer and first results, on busy cores."""
-PLACES: Final = 10
+PLACES: Final = 16
 
 
 @dataclass
@@ -196,8 +196,8 @@ max_new_tokens = {NEW_TOKENS}
 staleness = 4
 publish_every = 4
 [leases]
-min_duration_s = 60
-max_duration_s = 90
+min_duration_s = 300
+max_duration_s = 600
 [training]
 lr = 1e-5
 threads = 1
