@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ class ManyIdentities(Attack):
 
 def main() -> int:
     """Inside the namespace: a learner, and as many identities as it takes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the learner must not outlive a lab that gives up
     for words in (("link", "set", "lo", "up"), ("addr", "add", f"{ADDRESS}/24", "dev", "lo")):
         subprocess.run(["ip", *words], check=True, timeout=10)
     settings = (f'network.listen=["/ip4/{ADDRESS}/tcp/4700"]', f"admission.per_block={PER_BLOCK}")

@@ -13,7 +13,7 @@ from tests.attacks.place import HONEST, account_of, open_lab, open_tiny, work_be
 from tests.attacks.report import row_of
 from tests.support.system import System
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 CAUGHT = (
     other_weights.WrongModel, other_weights.Int4, other_weights.Draft, sampling.Colder,
