@@ -94,7 +94,8 @@ class Expired(WireAttack):
         lease = await lease_for(one, lab)
         with trio.move_on_after(PATIENCE_S):
             while not lab.rows(
-                "SELECT 1 FROM rollouts WHERE group_id = ? AND sample = ? AND node != ?",
+                "SELECT 1 FROM rollouts WHERE group_id = ? AND sample = ? AND node != ?"
+                " AND state IN ('ready', 'assigned', 'consumed', 'stale')",
                 lease.group, lease.samples[0].index, one.peer,
             ):  # fmt: skip
                 await trio.sleep(2)
