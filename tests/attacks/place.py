@@ -194,7 +194,7 @@ samples_per_group = 4
 max_prompt_tokens = 64
 max_new_tokens = {NEW_TOKENS}
 staleness = 4
-publish_every = 4
+publish_every = 2
 [leases]
 min_duration_s = 300
 max_duration_s = 600
