@@ -78,6 +78,8 @@ async def test_honest_orders_pass_in_the_attackers_engine(lab) -> None:
     """Else every attacker would be caught for another reason than its attack."""
 
     class Honest(sampling.SamplingAttack):
+        expects = frozenset()
+
         async def work(self, order, lab):
             return await lab.forge.draw(order)
 
