@@ -2,7 +2,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
-	bench-e2e bench-patch bench-sampler bench-scoring bench-trust lab-broadcast lab-flood
+	bench-e2e bench-patch bench-sampler bench-scoring bench-trust lab-broadcast lab-flood attack-lab
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -42,6 +42,9 @@ lab-broadcast: $(READY) ## Time for a new version to reach 4 to 32 nodes over sh
 
 lab-flood: $(READY) ## What honest nodes notice while 50 others flood each stream (some ten minutes)
 	@$(PY) -m tests.lab.flood --out tests/bench/results/flood.json
+
+attack-lab: $(READY) ## Every attack of the list against a real learner, with what became of each (some twelve minutes)
+	@$(PY) -m tests.attacks.lab --out runs/attack-lab
 
 setup: $(READY) ## Only make .venv ready
 

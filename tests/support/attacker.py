@@ -302,8 +302,11 @@ class Studio:
 
 
 @asynccontextmanager
-async def open_studio(scout: Attacker, folder: Path) -> AsyncIterator[Studio]:
-    """Follow the head over the connection of ``scout``: an attacker with gossip that was admitted and does no harm."""
+async def open_studio(scout: Attacker, folder: Path, *, base: Path | None = None) -> AsyncIterator[Studio]:
+    """Follow the head over the connection of ``scout``: an attacker with gossip that was admitted and does no harm.
+
+    ``base`` is an image of the run's base model; without it the weights are fetched.
+    """
     assert scout.card is not None
     assert scout.welcome is not None
     welcome, head = scout.welcome, scout.head
@@ -321,6 +324,8 @@ async def open_studio(scout: Attacker, folder: Path) -> AsyncIterator[Studio]:
         trio.open_nursery() as nursery,
     ):  # fmt: skip
         studio = Studio(scout.card, weights, folder / "images")
+        if base is not None:
+            await weights.keeper.adopt_base(base, expected_root=scout.card.model.base_root)
         nursery.start_soon(weights.run)
         nursery.start_soon(studio.watch)
         if head is not None:

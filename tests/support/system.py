@@ -192,15 +192,19 @@ def open_system(
     environment: Mapping[str, object] | None = None,
     faults: str = "",
     within: Sequence[str] = (),
+    text: str = "",
 ) -> Iterator[System]:
     """A started learner on a fresh run. ``settings`` are overrides such as ``rollouts.staleness=1``.
 
-    ``within`` is a command that runs the learner's, such as one that makes a mount namespace for it.
+    ``within`` is a command that runs the learner's, such as one that makes a mount namespace for it. ``text`` is a
+    whole configuration, whose run lies in the folder ``run``, instead of the one of the tiny model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = prepare_tiny(folder / "model")
+    if not text:
+        model = prepare_tiny(folder / "model")
+        text = _config(folder, model, steps=steps, environment=environment or {}, port=free_port())
     config = folder / "run.toml"
-    config.write_text(_config(folder, model, steps=steps, environment=environment or {}, port=free_port()))
+    config.write_text(text)
     home = folder / "learner"
     home.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "rollmesh_peer.command", "learner", "run", str(config), *_flags(settings)]

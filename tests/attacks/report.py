@@ -1,0 +1,97 @@
+"""What became of each attack: one row, from what the attacker saw and from the learner's ledger.
+
+A row is good when the attack was caught with an expected code within its bound, or was measured to have no effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from tests.attacks.attack import Attack, SamplingAttack
+from tests.attacks.place import Account, Lab, account_of
+
+SOFT = "result.drift"
+"""An offence that is written down and leaves its node in the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    attack: str
+    kind: str
+    generated_tokens: int
+    audited_tokens: int
+    bound_tokens: int
+    code: str
+    accepted: int
+    share_trained: float | None
+    over_half: int
+    over_one: int
+    verdict: str
+    ok: bool
+    note: str
+
+
+def row_of(attack: Attack, lab: Lab) -> Row:
+    """The row of an attack that is over."""
+    found = account_of(lab, attack.peers)
+    verdict, ok, code = judge(attack, found)
+    return Row(
+        attack=attack.name,
+        kind=attack.kind,
+        generated_tokens=attack.outcome.tokens,
+        audited_tokens=found.audited_tokens,
+        bound_tokens=attack.bound_tokens,
+        code=code,
+        accepted=found.accepted,
+        share_trained=None if found.share is None else round(found.share, 3),
+        over_half=found.over_low,
+        over_one=found.over_high,
+        verdict=verdict,
+        ok=ok,
+        note=attack.outcome.note,
+    )
+
+
+def judge(attack: Attack, found: Account) -> tuple[str, bool, str]:
+    """The verdict in words, whether it is good, and the code that was seen."""
+    codes = attack.outcome.codes
+    if attack.outcome.skipped:
+        return f"skipped: {attack.outcome.skipped}", True, ""
+    code = next((code for code in codes if code in attack.expects), codes[-1] if codes else "")
+    if attack.expects and code in attack.expects:
+        if not isinstance(attack, SamplingAttack) or found.audited_tokens <= attack.bound_tokens:
+            return "caught", True, code
+        return f"caught late: the bound is {attack.bound_tokens:,} audited tokens", False, code
+    if attack.expects:
+        if SOFT in found.offences:
+            return f"noticed {found.offences.count(SOFT)} times and left in the run", False, SOFT
+        if found.audited_tokens < attack.bound_tokens:
+            return f"not caught so far: the bound is {attack.bound_tokens:,} audited tokens", False, code
+        return "not caught", False, code
+    if attack.outcome.no_effect is None:
+        return "nothing was shown", False, code or (SOFT if SOFT in found.offences else "")
+    if code:
+        return "caught, though it was thought to be harmless", True, code
+    return ("no effect" if attack.outcome.no_effect else "has an effect"), attack.outcome.no_effect, ""
+
+
+def table(rows: list[Row]) -> str:
+    """For a terminal. A row's note stands below it."""
+    width = max(len(row.attack) for row in rows)
+    lines = [f"{'attack':<{width}}  generated  audited  code                trained  verdict"]
+    for row in rows:
+        share = "-" if row.share_trained is None else f"{row.share_trained:.0%} of {row.accepted}"
+        lines.append(
+            f"{row.attack:<{width}}  {row.generated_tokens:>9,}  {row.audited_tokens:>7,}  {row.code or '-':<18}  "
+            f"{share:>10}  {row.verdict}"
+        )
+        if row.note:
+            lines.append(f"{'':<{width}}    {row.note}")
+    return "\n".join(lines)
+
+
+def as_json(row: Row) -> dict[str, object]:
+    """Plain values."""
+    return asdict(row)
