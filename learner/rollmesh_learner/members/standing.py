@@ -23,13 +23,17 @@ Severity = Literal["none", "soft", "hard"]
 
 SOFT_IN_A_ROW: Final = 8
 """Refused results without one accepted between them, after which a node is out: a broken node wastes leases too."""
+DRIFT: Final = "result.drift"
+DRIFTS_OUT: Final = 3
+"""Windows of audited tokens that lay outside honest noise, after which a node is out, whatever was accepted between
+them: who cheats a little hands in nothing that is refused."""
 _ROUNDING: Final = 0.5
 """Offences within an hour or two of each other have faded a little: eight of them are still eight."""
 
 OFFENCES: Final[dict[str, Severity]] = {
     "lease.reused": "hard",
     "result.sampling": "hard",
-    "result.drift": "soft",
+    DRIFT: "soft",
     "result.schema": "soft",
     "result.signature": "soft",
     "result.prompt": "soft",
@@ -73,6 +77,8 @@ class Record:
     soft_in_a_row: float = 0.0
     """Soft offences since a result was accepted, each worth less the longer ago it was; as of ``soft_at``."""
     soft_at: float = 0.0
+    drifts: float = 0.0
+    """Times that its margins drifted, fading alike; accepted work does not clear them."""
     worked_at: float = 0.0
     """When a result was last accepted; 0 where it is not known."""
     quarantined_for: str = ""
@@ -100,8 +106,11 @@ class Record:
             return worse
         faded = 0.5 ** (max(0.0, now - self.soft_at) / half_life_s)
         in_a_row = faded * self.soft_in_a_row + 1
-        worse = replace(worse, passed=self.passed // 2, soft_in_a_row=in_a_row, soft_at=max(now, self.soft_at))
-        if severity == "hard" or in_a_row > SOFT_IN_A_ROW - _ROUNDING:
+        drifts = faded * self.drifts + (code == DRIFT)
+        worse = replace(
+            worse, passed=self.passed // 2, soft_in_a_row=in_a_row, drifts=drifts, soft_at=max(now, self.soft_at)
+        )
+        if severity == "hard" or in_a_row > SOFT_IN_A_ROW - _ROUNDING or drifts > DRIFTS_OUT - _ROUNDING:
             reason = f"{code}: {detail}" if detail else code
             return replace(worse, quarantined_for=self.quarantined_for or reason[:500])
         return worse

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh_learner.members.standing import (
+    DRIFT,
+    DRIFTS_OUT,
     OFFENCES,
     SOFT_IN_A_ROW,
     Record,
@@ -123,6 +125,16 @@ def test_small_offences_weigh_less_the_longer_ago_they_were(every_s: float, is_o
         record = soft(record, now=1e9 + number * every_s)
     assert record.is_quarantined == is_out
     assert record.rejected == SOFT_IN_A_ROW, "the count itself is kept"
+
+
+@pytest.mark.parametrize(("every_s", "is_out"), [(60.0, True), (DAY / 24, True), (DAY, False), (30 * DAY, False)])
+def test_accepted_work_does_not_clear_drifts(every_s: float, is_out: bool) -> None:
+    record = Record()
+    for number in range(DRIFTS_OUT):
+        now = 1e9 + number * every_s
+        record = record.accept(8, now=now)
+        record = record.offend(DRIFT, rollouts=0, now=now, half_life_s=RULES.soft_half_life_s)
+    assert record.is_quarantined == is_out
 
 
 def test_a_half_life_halves() -> None:
