@@ -229,6 +229,8 @@ MAX_CONDUCT_PEERS: Final = 4096
 """Peers whose conduct, passes or served bytes are remembered; the oldest are forgotten."""
 HAVE_EVERY_S: Final = 0.05
 """Least time between two updates on one have stream: at 8 neighbours some 160 small frames a second each way."""
+HAVE_LAZY_S: Final = 2.0
+"""For so long a peer may not hear of chunks that it holds itself: it only counts them."""
 HAVE_BYTES_PER_S: Final = 64 * KIB
 """What updates of large bitmaps may take of a link: they come less often instead."""
 HAVE_ALIVE_S: Final = 15.0

@@ -31,7 +31,8 @@ def read_account(text: str) -> RunSummary:
     """The learner's ``summary.json``, back in its own form."""
     fields = json.loads(text)
     accounts = tuple(NodeAccount(**account) for account in fields.pop("nodes"))
-    return RunSummary(nodes=accounts, trust=TrustAccount(**fields.pop("trust")), **fields)
+    trust, rollbacks = TrustAccount(**fields.pop("trust")), tuple(fields.pop("rollbacks"))
+    return RunSummary(nodes=accounts, trust=trust, rollbacks=rollbacks, **fields)
 
 
 def summary_of(learner: RunSummary, *, nodes: Mapping[str, NodeStatus | None], wall_s: float) -> dict[str, object]:

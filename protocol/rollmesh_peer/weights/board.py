@@ -88,6 +88,10 @@ class Board:
             self._own[index] = True
             self._note_own()
 
+    def own_bits(self) -> Bits:
+        """The chunks that we hold, bool[chunks]; of length 0 while the payload is not known."""
+        return np.zeros(0, np.bool_) if self._own is None else self._own
+
     def own_bitmap(self) -> bytes:
         """What we tell others."""
         return UNKNOWN if self._own is None else to_bytes(self._own)

@@ -2,14 +2,16 @@
 
 Either side may open one, so a node that nobody can dial is a source as well: its chunks are asked for over the
 connection that it opened itself. Opening one also shows our pass, so each side opens one the first time they meet;
-after that one is enough. Invariant: at most ``limits.MAX_HAVE_STREAMS_PER_PEER`` streams of one peer; an update at
-least every ``HAVE_ALIVE_S``, so that silence means that the other side is gone. Chunks travel elsewhere
-(:mod:`~rollmesh_peer.weights.seeding`).
+after that one is enough. The other side is told at once of what it lacks, and only now and then of what it holds
+itself, which is half of all there is to tell. Invariant: at most ``limits.MAX_HAVE_STREAMS_PER_PEER`` streams of one
+peer; an update at least every ``HAVE_ALIVE_S``, so that silence means that the other side is gone. Chunks travel
+elsewhere (:mod:`~rollmesh_peer.weights.seeding`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -243,8 +245,7 @@ class HaveExchange:
         try:
             while told is None or not await self._is_over(board, peer):
                 with trio.move_on_after(limits.HAVE_ALIVE_S) as waiting:
-                    while self._bitmap_for(board, peer) == told and not self._is_served(board, peer):
-                        await pulse.wait()
+                    await self._wait_for_news(board, peer, pulse, told)
                 if waiting.cancelled_caught and not board.is_fetching:
                     await self.refresh(board)
                 told = self._bitmap_for(board, peer)
@@ -252,6 +253,28 @@ class HaveExchange:
                 await trio.sleep(board.update_every_s)
         except LinkLost as error:
             log.debug("the have stream with %s ended: %s", short(peer), error)
+
+    async def _wait_for_news(self, board: Board, peer: str, pulse: Pulse, told: bytes | None) -> None:
+        """Return when there is something to tell ``peer``, or nothing any more."""
+        give_up_at = math.inf
+        while not self._is_served(board, peer) and trio.current_time() < give_up_at:
+            bitmap = self._bitmap_for(board, peer)
+            if bitmap != told:
+                if self._is_wanted(board, peer, told):
+                    return
+                give_up_at = min(give_up_at, trio.current_time() + limits.HAVE_LAZY_S)
+            with trio.move_on_at(give_up_at):
+                await pulse.wait()
+
+    def _is_wanted(self, board: Board, peer: str, told: bytes | None) -> bool:
+        """True when ``peer`` goes by what has changed: it lacks a chunk that is new here, or counts ours.
+
+        The learner counts what its offers have led to; and that a peer has everything ends a stream.
+        """
+        has = board.heard_of(peer)
+        if not told or has is None or board.is_complete or self._passes.learner == peer:
+            return True
+        return bool((board.own_bits() & ~board.bits(told) & ~has).any())
 
     def _bitmap_for(self, board: Board, peer: str) -> bytes:
         """What we tell ``peer``: what we hold, or, as an origin, what we would have it fetch."""

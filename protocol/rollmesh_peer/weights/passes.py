@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Final
 
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope
@@ -34,7 +35,7 @@ class PassBook:
         admits: Callable[[str], bool] | None = None,
     ) -> None:
         self._run = run
-        self._learner = learner
+        self.learner: Final = learner
         self._newest_version = newest_version
         self._admits = admits
         self._issued: OrderedDict[str, int] = OrderedDict()
@@ -46,10 +47,10 @@ class PassBook:
         Raises:
             Refused: ``node.not_admitted``, ``node.quarantined`` or an ``envelope.*`` code.
         """
-        if self._admits is None and peer != self._learner and peer not in self._revoked:
+        if self._admits is None and peer != self.learner and peer not in self._revoked:
             envelope = Envelope.decode(sealed, limit=limits.SMALL_BYTES)
             shown = Pass.decode(
-                envelope.open(run=self._run, kind="pass", signer=self._learner), limit=limits.SMALL_BYTES
+                envelope.open(run=self._run, kind="pass", signer=self.learner), limit=limits.SMALL_BYTES
             )
             if shown.peer != peer:
                 raise Refused("node.not_admitted", "the pass was given to another peer")
@@ -67,7 +68,7 @@ class PassBook:
         """
         if peer in self._revoked:
             raise Refused("node.quarantined")
-        if peer == self._learner:
+        if peer == self.learner:
             return
         if self._admits is not None:
             if not self._admits(peer):

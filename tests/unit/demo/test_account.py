@@ -28,7 +28,8 @@ GOOD = RunSummary(
     trust=TrustAccount(
         audited_tokens=10, work_tokens=100, audited_share=0.1, audited_share_steady=None, consumed_bad={}, lengths={}
     ),
-    staleness_max=2, bubble_fraction=0.1, rollouts={"consumed": 2560}, checkpoint="/somewhere/step-00000040",
+    staleness_max=2, bubble_fraction=0.1, rollbacks=(), rollouts={"consumed": 2560},
+    checkpoint="/somewhere/step-00000040",
 )  # fmt: skip
 
 

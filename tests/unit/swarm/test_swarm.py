@@ -371,3 +371,41 @@ async def test_learner_only_means_no_neighbours(world, autojump_clock):
         with trio.fail_after(10):
             await fetch(two, edge)
         assert two.swarm.progress.chunks_from_peers == 0
+
+
+async def test_a_peer_hears_at_once_of_what_it_lacks_and_later_of_what_it_has(world, autojump_clock):
+    edge = edge_of(20)
+    async with world.node(1) as other, world.node(2, to=[other]) as node:
+        other.hold(edge, chunks=range(10))
+        node.hold(edge, chunks=())
+        exchange, told = node.sharing.exchange, []
+
+        async def watch():
+            seen = 0
+            while True:
+                held = other.sharing.exchange.num_held(edge.name, node.peer)
+                if held != seen:
+                    seen = held
+                    told.append((held, trio.current_time()))
+                await trio.sleep(0.01)
+
+        async with (
+            exchange.fetching(edge.name) as mine,
+            other.sharing.exchange.fetching(edge.name),
+            trio.open_nursery() as nursery,
+        ):
+            exchange.join(mine, other.peer)
+            await trio.sleep(1)
+            nursery.start_soon(watch)
+            started = trio.current_time()
+            mine.gain(3)  # the other side has it
+            await trio.sleep(limits.HAVE_LAZY_S / 2)
+            assert told == []
+            mine.gain(15)  # and lacks this one
+            await trio.sleep(0.2)
+            assert [held for held, _ in told] == [2]
+            mine.gain(4)
+            await trio.sleep(limits.HAVE_LAZY_S + 1)
+            assert [held for held, _ in told] == [2, 3]
+            assert told[1][1] - started > 1.5 * limits.HAVE_LAZY_S
+            nursery.cancel_scope.cancel()
