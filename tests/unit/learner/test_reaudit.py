@@ -83,7 +83,7 @@ async def test_what_fails_is_counted_by_its_step_and_told(
         steps = [step for _, _, step in waiting]
         assert steps == sorted(steps, reverse=True), "the newest first"
         bad = [(rollout, step) for rollout, _, step in waiting if step >= 1]
-        child.over_any = {rollout.seed for rollout, _ in bad}
+        child.far = {rollout.seed for rollout, _ in bad}
         auditor = make_auditor(life, child)
         before = life.registry.record_of(node.identity.peer)
         with caplog.at_level("INFO", logger="rollmesh.learner.audit"):
@@ -105,8 +105,8 @@ async def test_what_fails_is_counted_by_its_step_and_told(
 
 async def test_a_kill_in_between_does_not_lose_the_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with consumed(folder, monkeypatch) as (life, node, child, _):
-        child.over_any = {rollout.seed for rollout, _, _ in await unaudited(life, node)}
-        total = len(child.over_any)
+        child.far = {rollout.seed for rollout, _, _ in await unaudited(life, node)}
+        total = len(child.far)
         auditor = make_auditor(life, child)
         monkeypatch.setattr("rollmesh_learner.audit.auditor._MOST_AT_ONCE", 1)
         auditor.look_back(node.identity.peer)
@@ -143,7 +143,7 @@ async def test_a_suspect_that_fails_after_it_was_consumed_is_counted_too(
 ) -> None:
     async with consumed(folder, monkeypatch) as (life, node, child, _):
         (rollout, prompt, step), *others = await unaudited(life, node)
-        child.over_any = {rollout.seed}
+        child.far = {rollout.seed}
         auditor = make_auditor(life, child)
         auditor.suspect(rollout, prompt=prompt)
         await audit_all(life, auditor)
