@@ -119,7 +119,8 @@ async def test_row_11_streams_that_a_client_forgets_block_nobody():
             assert await stream.receive(1) == b"x"
 
 
-async def test_row_11_a_thousand_streams_one_after_the_other():
+async def test_row_11_a_thousand_streams_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(limits, "REQUEST_BURST", 1000)
     async with pair() as (a, b):
         with trio.fail_after(40):
             for _ in range(300):
