@@ -33,6 +33,9 @@ from tests.support.odd_answers import ODD_ANSWERS
 LIMITS = AnswerLimits(cpu_s=1, wall_s=20.0)
 """Seconds on the clock with room for a busy machine; the seconds of computing are what bounds."""
 
+DATA_SETS_PER_ANSWER = 8
+"""Each answer goes to every so-manieth data set, another eighth of them to each; ROLLMESH_TEST_ODD_EVERY=1 for all."""
+
 ITEMS = """
 import json
 from reasoning_gym.factory import DATASETS
@@ -76,17 +79,19 @@ async def test_odd_answers_to_every_data_set() -> None:
     assert len(items) > 90
     choices = [EnvironmentChoice(name="reasoning_gym", parameters={"dataset": dataset}) for dataset in items]
     answers = [*ODD_ANSWERS.values(), *(f"<answer>{text}</answer>" for text in ODD_ANSWERS.values())]
+    every = int(os.environ.get("ROLLMESH_TEST_ODD_EVERY", DATA_SETS_PER_ANSWER))
     async with open_child(scorer_spec()) as child:
         await open_scorer(child, choices, seed=3, limits=LIMITS)
         for number, (dataset, (plain, right, reward)) in enumerate(items.items()):
             item = Item.from_plain(plain)
             start = time.monotonic()
-            scores = await score(child, number, item, answers, limits=LIMITS)
+            some = answers[number % every :: every]
+            scores = await score(child, number, item, some, limits=LIMITS)
             took = time.monotonic() - start
             errors = [one.error for one in scores if one.error]
             told = sorted({error.split(":")[0] for error in errors})
             print(f"{dataset:30} {took:6.2f} s, {len(errors):2} errors {told}")
-            assert len(scores) == len(answers)
+            assert len(scores) == len(some)
             assert all(0.0 <= one.reward <= 1.0 for one in scores)
             assert all(len(error) <= ERROR_CHARS + 20 and error.isprintable() for error in errors), dataset
             (after,) = await score(child, number, item, [right], limits=LIMITS)
