@@ -12,6 +12,8 @@ import pytest
 from tests.support.chronicle import Chronicle, fetched, held
 from tests.support.system import System, open_system
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 PATIENCE_S = 100.0
 """Of one life; a quiet machine needs ten seconds."""
 STEPS = 8

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def let_the_trainer_lie(*how: str) -> None:
     """Start another program in place of the trainer."""
-    honest = crew._torch_spec
+    honest = crew.torch_spec
 
     def spec(name: str, module: str, *, threads: int) -> ChildSpec:
         made = honest(name, module, threads=threads)
@@ -27,7 +27,7 @@ def let_the_trainer_lie(*how: str) -> None:
         argv = (*python_argv("tests.support.tripping_trainer"), *how)
         return replace(made, argv=argv, environment={**made.environment, "PYTHONPATH": str(ROOT)})
 
-    crew._torch_spec = spec  # type: ignore[assignment]
+    crew.torch_spec = spec  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
