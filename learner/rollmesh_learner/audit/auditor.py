@@ -20,7 +20,7 @@ from typing import Final
 import trio
 
 from rollmesh_learner.audit.cases import Case
-from rollmesh_learner.audit.margin_book import MarginBook, figures_of, read_margins
+from rollmesh_learner.audit.margin_book import MarginBook, read_margins
 from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
@@ -38,6 +38,7 @@ from rollmesh_protocol.verdicts.margins import (
     AuditFigures,
     Thresholds,
     Verdict,
+    count_margins,
     judge_rollout,
     judge_window,
     keep_recent,
@@ -225,7 +226,7 @@ class Auditor:
         node = self._nodes.get(rollout.node)
         margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
         limits = book.limits_of(node) if book is not None else self._thresholds
-        figures = figures_of(margins, limits)
+        figures = count_margins(margins, limits)
         verdict, why = judge_rollout(figures, limits)
         if rollout.key in self.reaudits.cases:
             return _Found(figures, verdict, why)

@@ -27,7 +27,7 @@ from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.messages import EngineInfo
 from rollmesh_protocol.verdicts import envelope
 from rollmesh_protocol.verdicts.drift import DriftState, DriftTest, advance
-from rollmesh_protocol.verdicts.margins import AuditFigures, Thresholds, Verdict
+from rollmesh_protocol.verdicts.margins import Thresholds, Verdict
 
 ALARMS_ALLOWED: Final = 1
 CLASS_EVERY: Final = 64
@@ -138,14 +138,3 @@ def read_margins(value: object, *, tokens: int) -> NDArray[np.float32]:
     if not isinstance(value, bytes) or len(value) != 4 * tokens:
         raise ChildFailed("the auditor's margins do not fit the rollout")
     return np.frombuffer(value, dtype="<f4")
-
-
-def figures_of(margins: NDArray[np.float32], limits: Thresholds) -> AuditFigures:
-    """The figures of one rollout by these limits."""
-    return AuditFigures(
-        tokens=len(margins),
-        over_low=int((margins > limits.low_margin).sum()),
-        over_high=int((margins > limits.high_margin).sum()),
-        over_any=int((margins > limits.any_margin).sum()),
-        largest=float(margins.max()),
-    )

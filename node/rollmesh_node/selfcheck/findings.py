@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from rollmesh_node.journal import Entry
 from rollmesh_protocol.verdicts.logprobs import LogprobLimits, mismatch
 from rollmesh_protocol.verdicts.margins import (
-    AuditFigures,
     Thresholds,
     Verdict,
+    count_margins,
     judge_rollout,
     judge_window,
     keep_recent,
@@ -235,13 +235,7 @@ def _judge(checked: Sequence[Checked], thresholds: Thresholds) -> tuple[Verdict,
     recent: list[tuple[int, int, int]] = []
     worst: tuple[Verdict, str] = ("pass", "")
     for one in checked:
-        figures = AuditFigures(
-            tokens=one.margins.size,
-            over_low=int((one.margins > thresholds.low_margin).sum()),
-            over_high=int((one.margins > thresholds.high_margin).sum()),
-            over_any=int((one.margins > thresholds.any_margin).sum()),
-            largest=float(one.margins.max()),
-        )
+        figures = count_margins(one.margins, thresholds)
         verdict, why = judge_rollout(figures, thresholds)
         if verdict == "pass":
             recent.append((figures.tokens, figures.over_low, figures.over_high))

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 Verdict = Literal["pass", "hard", "soft"]
 
 KEPT_WINDOWS: Final = 10
@@ -44,6 +47,17 @@ class AuditFigures:
     over_high: int
     over_any: int
     largest: float
+
+
+def count_margins(margins: NDArray[np.float32], thresholds: Thresholds) -> AuditFigures:
+    """The figures of one rollout by these thresholds; ``margins`` [tokens] in nats, at least one."""
+    return AuditFigures(
+        tokens=margins.size,
+        over_low=int((margins > thresholds.low_margin).sum()),
+        over_high=int((margins > thresholds.high_margin).sum()),
+        over_any=int((margins > thresholds.any_margin).sum()),
+        largest=float(margins.max()),
+    )
 
 
 def judge_rollout(figures: AuditFigures, thresholds: Thresholds) -> tuple[Verdict, str]:

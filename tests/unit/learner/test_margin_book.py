@@ -13,7 +13,6 @@ from rollmesh_learner.audit.margin_book import (
     MarginBook,
     Remembered,
     class_of,
-    figures_of,
     load_remembered,
     read_margins,
 )
@@ -23,7 +22,7 @@ from rollmesh_learner.records.ledger import open_ledger
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.messages import MAJOR, EngineInfo, Hello
 from rollmesh_protocol.verdicts.drift import DriftTest
-from rollmesh_protocol.verdicts.margins import Thresholds
+from rollmesh_protocol.verdicts.margins import Thresholds, count_margins
 
 DRIFT = DriftTest(clip=0.3, reference=0.005, exponent=4.0)
 LIMITS = Thresholds(low_margin=0.6, high_margin=0.8, any_margin=2.0)
@@ -120,7 +119,7 @@ def test_another_declared_engine_begins_its_counts_anew_but_keeps_its_score() ->
 
 def test_figures_count_by_the_limits_of_the_node() -> None:
     margins = read_margins(np.array([0, 0.7, 0.9, 2.5], dtype="<f4").tobytes(), tokens=4)
-    found = figures_of(margins, LIMITS)
+    found = count_margins(margins, LIMITS)
     assert (found.tokens, found.over_low, found.over_high, found.over_any, found.largest) == (4, 3, 2, 1, 2.5)
     with pytest.raises(ChildFailed, match="do not fit"):
         read_margins(bytes(8), tokens=4)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rollmesh_learner.audit.derive import Derived
-from rollmesh_learner.audit.margin_book import figures_of
 from rollmesh_protocol.verdicts.drift import DriftState, DriftTest, advance
-from rollmesh_protocol.verdicts.margins import Thresholds, judge_rollout, judge_window, keep_recent
+from rollmesh_protocol.verdicts.margins import Thresholds, count_margins, judge_rollout, judge_window, keep_recent
 from tests.bench.trust_cells import Cases
 from tests.bench.trust_lives import score, walk
 
@@ -31,7 +30,7 @@ def audited(life: list[np.ndarray]) -> dict[str, int]:
         at[rule] = min(at[rule], place)
 
     for place, margins in enumerate(life):
-        figures = figures_of(margins, limits)
+        figures = count_margins(margins, limits)
         if judge_rollout(figures, limits)[0] == "hard":
             fire("rollout", place)
         recent.append((figures.tokens, figures.over_low, figures.over_high))
