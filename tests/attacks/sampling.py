@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,28 +38,29 @@ class Warped(SamplingAttack):
         return await lab.forge.draw(replace(order, warp=self.warp))
 
 
-class Colder(Warped):
+class Tempered(Warped):
+    temperature: ClassVar[float]
+
+    def warp(self, logits: Tensor) -> Tensor:
+        return logits / self.temperature
+
+
+class Colder(Tempered):
     name = "temperature 0.7"
+    temperature = 0.7
     bound_tokens = 100
 
-    def warp(self, logits: Tensor) -> Tensor:
-        return logits / 0.7
 
-
-class Cooler(Warped):
+class Cooler(Tempered):
     name = "temperature 0.9"
+    temperature = 0.9
     bound_tokens = 360
 
-    def warp(self, logits: Tensor) -> Tensor:
-        return logits / 0.9
 
-
-class Hotter(Warped):
+class Hotter(Tempered):
     name = "temperature 1.2"
+    temperature = 1.2
     bound_tokens = 360
-
-    def warp(self, logits: Tensor) -> Tensor:
-        return logits / 1.2
 
 
 class TopK(Warped):
