@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more on its way out; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return _nobody_reads()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except RollmeshError as error:
@@ -132,10 +130,18 @@ def _report(error: RollmeshError) -> int:
 def _report_group(group: BaseExceptionGroup[BaseException]) -> int:
     """Nurseries wrap what ends them. Our own errors are told, an interruption is obeyed, a bug keeps its trace."""
     leaves = list(_leaves(group))
-    if not all(isinstance(leaf, RollmeshError | KeyboardInterrupt) for leaf in leaves):
+    if not all(isinstance(leaf, RollmeshError | KeyboardInterrupt | BrokenPipeError) for leaf in leaves):
         raise group
     told = next((leaf for leaf in leaves if isinstance(leaf, RollmeshError)), None)
-    return _report(told) if told is not None else EXIT_INTERRUPTED
+    if told is not None:
+        return _report(told)
+    return EXIT_INTERRUPTED if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves) else _nobody_reads()
+
+
+def _nobody_reads() -> int:
+    """Python flushes stdout once more on its way out: give it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -52,7 +52,9 @@ def untouched(attack: Attack, lab) -> None:
     assert found.trained == 0, f"{attack.name}: {found}"
 
 
-async def test_completions_that_were_not_drawn_as_ordered_end_in_quarantine(lab) -> None:
+async def test_completions_that_were_not_drawn_as_ordered_end_in_quarantine(lab, monkeypatch) -> None:
+    for kind in CAUGHT:  # how soon is a question for the lab on a real model
+        monkeypatch.setattr(kind, "bound_tokens", lab.most_tokens)
     attacks = [kind() for kind in CAUGHT]
     async with trio.open_nursery() as nursery:
         for attack in attacks:

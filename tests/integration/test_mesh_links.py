@@ -399,7 +399,7 @@ async def test_a_wildcard_is_announced_as_addresses_that_can_be_dialled():
 async def test_the_same_seed_is_the_same_peer_in_both_libraries():
     async with dialling(77) as mesh:
         assert mesh.peer_id == peer_of(77)
-    assert repr(HostOptions(key_seed=seed(77))).count("77") == 0
+    assert "key_seed" not in repr(HostOptions(key_seed=seed(77)))
 
 
 def peer_of(number):

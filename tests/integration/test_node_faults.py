@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -116,15 +118,29 @@ async def test_watching_goes_on_until_ctrl_c(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rollmesh_peer.command", "status", "--watch", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as watching:  # noqa: ASYNC220
             assert watching.stdout is not None
-            for _ in range(2):
-                line = await trio.to_thread.run_sync(watching.stdout.readline)
-                assert "does not answer" in json.loads(line)["node"]["waiting_for"] or b"connecting" in line
+            read_line = partial(trio.to_thread.run_sync, watching.stdout.readline)
+            with trio.fail_after(30):
+                while "does not answer" not in json.loads(await read_line())["node"]["waiting_for"]:
+                    pass  # until the node has tried
+                await read_line()
             node.process.kill()
             with trio.fail_after(30):
-                while b'"error"' not in await trio.to_thread.run_sync(watching.stdout.readline):
+                while b'"error"' not in await read_line():
                     pass  # it goes on asking, and says that nobody answers
             watching.send_signal(signal.SIGINT)
             assert await trio.to_thread.run_sync(watching.wait) == 0
+
+
+async def test_watching_ends_without_a_word_when_nobody_reads(tmp_path: Path) -> None:
+    with start_node(tmp_path / "home", NOBODY) as node:
+        await node.status()
+        environ = {**os.environ, "ROLLMESH_HOME": str(tmp_path / "home")}
+        watch = f"{shlex.quote(sys.executable)} -m rollmesh_peer.command status --watch --json"
+        with trio.fail_after(30):
+            done = await trio.run_process(
+                ["bash", "-c", f"{watch} | head -n 1; exit $PIPESTATUS"], env=environ, capture_stderr=True, check=False
+            )
+    assert done.returncode == 141 and done.stderr == b"", done.stderr.decode()
 
 
 async def _status(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,8 @@ from tests.support.system import System, open_system
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 IDENTITIES, SECONDS = 4, 1.5
+PACE_S = 0.2
+"""Between two rounds of the honest node: it keeps to its rate, as nodes do."""
 MOST_ANSWERS = IDENTITIES * (limits.REQUEST_BURST + limits.MAX_REQUESTS_PER_S * (SECONDS + 1))
 MOST_GROWTH_MIB = 80
 FLOODS = {
@@ -59,6 +61,7 @@ async def working(system: System) -> AsyncIterator[Attacker]:
                 receipt = await one.submit(result_of(lease))
                 assert receipt.code is None, receipt
                 accepted += 1
+            await trio.sleep(PACE_S)
 
     async with open_attacker(await system.join_line()) as one, trio.open_nursery() as nursery:
         nursery.start_soon(work, one)
