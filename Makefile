@@ -9,6 +9,8 @@ PY := .venv/bin/python
 READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt deploy/prepare.sh | cksum | cut -d ' ' -f 1)
 # Arguments for pytest, as in: make test TESTS="tests/unit -k manifest"
 TESTS ?=
+# Test files that run side by side.
+JOBS ?= 2
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -17,7 +19,7 @@ demo: $(READY) ## Train SmolLM2 with a learner and two nodes on this machine (ab
 	@$(PY) -m rollmesh_learner.demo --out runs/demo
 
 test: $(READY) ## Run all tests
-	@$(PY) -m pytest $(TESTS)
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 check: format lint types imports wheel contracts ## Check style, types, structure and the wheel
 	@echo "check: all passed"

@@ -188,6 +188,11 @@ TRANSFER_S: Final = 120.0
 """One large frame, such as a result or a run card."""
 CHUNK_S: Final = 5.0
 """Least deadline of a chunk request; the larger of this and four times the median is used."""
+FIRST_CHUNK_S: Final = 10.0
+"""The same for the first chunks of a source whose pace nobody knows."""
+LATE_PACES: Final = 3.0
+SLOW_CHUNK_S: Final = 30.0
+"""A source that is slow but steady is given LATE_PACES times what its queue takes at its own pace, and at most this."""
 HEARTBEAT_S: Final = 3.0
 DEAD_AFTER_S: Final = 15.0
 """Silence after which a node counts as gone and its leases are given to others."""

@@ -121,8 +121,13 @@ class Board:
 
     def heard_of(self, peer: str) -> Bits | None:
         """What ``peer`` holds; None while either side does not know the payload."""
+        raw = self.raw_of(peer)
+        return None if raw is None else self.bits(raw)
+
+    def raw_of(self, peer: str) -> bytes | None:
+        """The same as the bitmap that it sent."""
         raw = self._others.get(peer, UNKNOWN)
-        return None if self._own is None or raw == UNKNOWN else self.bits(raw)
+        return None if self._own is None or raw == UNKNOWN else raw
 
     def num_held(self, peer: str) -> int:
         """How many chunks ``peer`` says it holds; 0 while we have not heard from it."""
@@ -140,8 +145,7 @@ class Board:
 
     def has_everything(self, peer: str) -> bool:
         """True when ``peer`` holds the whole payload."""
-        has = self.heard_of(peer)
-        return has is not None and bool(has.all())
+        return self._own is not None and 0 < self.num_held(peer) == self.chunk_count
 
     @property
     def update_every_s(self) -> float:

@@ -271,10 +271,11 @@ class HaveExchange:
 
         The learner counts what its offers have led to; and that a peer has everything ends a stream.
         """
-        has = board.heard_of(peer)
+        has = board.raw_of(peer)
         if not told or has is None or board.is_complete or self._passes.learner == peer:
             return True
-        return bool((board.own_bits() & ~board.bits(told) & ~has).any())
+        own, known, theirs = (int.from_bytes(raw, "little") for raw in (board.own_bitmap(), told, has))
+        return bool(own & ~known & ~theirs)
 
     def _bitmap_for(self, board: Board, peer: str) -> bytes:
         """What we tell ``peer``: what we hold, or, as an origin, what we would have it fetch."""

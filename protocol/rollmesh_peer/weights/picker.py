@@ -2,9 +2,10 @@
 
 Sources are neighbours and the learner. Rarest first among what the neighbours hold, ties at random, so that different
 nodes fetch different chunks; the learner is asked for what no neighbour has, and with half its window for what the
-neighbours are too busy to send. A late chunk is asked for elsewhere too; two strikes end a neighbour. At the end, when
-everything has been asked for, an uplink that has nothing to do for us takes asks over from queues that are longer:
-else a fetch would end with the slowest uplink that was ever asked, while the others idle.
+neighbours are too busy to send. A late chunk (by the fetch's median, and by its source's own pace) is asked for
+elsewhere too; two strikes end a neighbour. At the end, when everything has been asked for, an uplink that has nothing
+to do for us takes asks over from queues that are longer: else a fetch would end with the slowest uplink that was ever
+asked, while the others idle.
 
 Invariant: at most ``window`` asks are out to a source, a chunk that is asked for in time is not asked for twice (but
 at the very end), and a missing chunk that some live source holds is never forgotten. Not here: who is a neighbour
@@ -317,13 +318,19 @@ class Picker:
         return (place + 1) * max(pace_s, silent_s) - min(pace_s, silent_s)
 
     def _ask(self, peer: str, source: _Source, index: int, now: float, *, instead_of: Ask | None = None) -> Ask:
-        patience_s = source.patience * self._late_s
+        patience_s = source.patience * max(self._late_s, self._queue_s(source))
         give_up = now + min(limits.TRANSFER_S, limits.LATE_MEDIANS * patience_s)
         due = min(now + patience_s, give_up)
         ask = Ask(peer=peer, index=index, asked=now, due=due, give_up=give_up, instead_of=instead_of)
         source.out[index] = ask
         self._asked[index] += 1
         return ask
+
+    def _queue_s(self, source: _Source) -> float:
+        """What a slow source is given for one more ask behind those that are out, by its own pace so far."""
+        if source.pace_s is None:
+            return limits.FIRST_CHUNK_S
+        return min(limits.SLOW_CHUNK_S, limits.LATE_PACES * source.pace_s * (len(source.out) + 1))
 
     @property
     def _late_s(self) -> float:

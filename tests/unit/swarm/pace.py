@@ -54,6 +54,8 @@ class Scene:
     seed: int = 0
     payload_bytes: int = 20_000_000
     latency_s: float = 0.04
+    speed: float = 1.0
+    """Of all links, against the rates above."""
     killed: float = 0.0
     """The share of the nodes that die in the middle."""
     corrupting: int = 0
@@ -62,18 +64,20 @@ class Scene:
     """The share of the nodes that nobody can dial."""
 
     def rates(self):
-        chance = Random(self.seed)
-        nodes = {peer_of(n): Rates(chance.uniform(SLOWEST, FASTEST), DOWN) for n in range(1, self.nodes + 1)}
-        rogues = {peer_of(ROGUE + n): Rates(FASTEST, DOWN) for n in range(self.corrupting)}
-        return {LEARNER.peer: SOURCE, **nodes, **rogues}
+        chance, speed = Random(self.seed), self.speed
+        down = DOWN * speed
+        nodes = {peer_of(n): Rates(chance.uniform(SLOWEST, FASTEST) * speed, down) for n in range(1, self.nodes + 1)}
+        rogues = {peer_of(ROGUE + n): Rates(FASTEST * speed, down) for n in range(self.corrupting)}
+        return {LEARNER.peer: Rates(up=SOURCE.up * speed, down=SOURCE.down * speed), **nodes, **rogues}
 
     @property
     def bound_s(self):
         """The least time in which everybody can have everything, T*."""
         rates = self.rates()
-        uplinks = SOURCE.up + sum(rates[peer_of(n)].up for n in range(1, self.nodes + 1))
+        source_up = rates[LEARNER.peer].up
+        uplinks = source_up + sum(rates[peer_of(n)].up for n in range(1, self.nodes + 1))
         size = self.payload_bytes
-        return max(size / SOURCE.up, size / DOWN, self.nodes * size / uplinks)
+        return max(size / source_up, size / (DOWN * self.speed), self.nodes * size / uplinks)
 
 
 @dataclass
@@ -201,12 +205,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("--harm", nargs="*", default=["none"], choices=HARMS)
+    parser.add_argument("--speed", type=float, default=1.0, help="all rates times this")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     options = parser.parse_args()
     for harm in options.harm:
         for nodes in options.nodes:
             for seed in options.seeds:
-                scene, began = Scene(nodes=nodes, seed=seed, **HARMS[harm]), time.monotonic()
+                scene = Scene(nodes=nodes, seed=seed, speed=options.speed, **HARMS[harm])
+                began = time.monotonic()
                 with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
                     got = measure(scene, Path(folder), patch)
                 bound_s = scene.bound_s

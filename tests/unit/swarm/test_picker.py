@@ -109,7 +109,7 @@ def test_a_late_chunk_is_asked_for_elsewhere_and_the_answer_still_counts():
     state.offer("a", [0])
     (ask,) = state.asks(0.0)
     state.offer("b", [0])
-    assert ask.due == limits.CHUNK_S
+    assert ask.due == limits.FIRST_CHUNK_S
     assert state.overdue(ask.due) == ()
     (again,) = state.asks(ask.due)
     assert (again.peer, again.index) == ("b", 0)
@@ -123,13 +123,31 @@ def test_silence_is_two_strikes_not_one_for_each_chunk_out():
     state.offer("a", range(40))
     state.asks(0.0)
     first = state.next_event(4.0)
-    assert first == limits.CHUNK_S
+    assert first == limits.FIRST_CHUNK_S
     assert state.overdue(first) == ()
     second = state.next_event(first)
-    assert second == 2 * limits.CHUNK_S
+    assert second == limits.FIRST_CHUNK_S + limits.CHUNK_S
     assert state.overdue(second) == ("a",)
     assert state.asks(second) == []
     assert state.unheld_count == 40
+
+
+def test_a_slow_source_has_the_time_that_its_own_queue_takes():
+    state = picker()
+    state.offer("fast", range(20))
+    now = 0.0
+    while asks := state.asks(now):
+        for ask in asks:
+            now += 0.1
+            deliver(state, ask, now=now)
+    state.offer("slow", range(20, 40))
+    for _ in range(2):
+        for ask in state.asks(now):
+            now += 4.0
+            deliver(state, ask, now=now)
+    given = [ask.due - ask.asked for ask in state.asks(now)]
+    assert given and all(8.0 < patience_s <= limits.SLOW_CHUNK_S for patience_s in given)
+    assert state.overdue(now + 8.0) == () and "slow" in state.live_sources
 
 
 def test_the_learner_is_never_ended_but_gets_more_patience():

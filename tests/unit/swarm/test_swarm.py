@@ -121,7 +121,7 @@ async def test_a_silent_or_dripping_peer_is_struck_out_and_asked_around(world, a
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.swarm.fetch, edge.name)
-            await trio.sleep(2 * limits.CHUNK_S + 1)
+            await trio.sleep(limits.FIRST_CHUNK_S + limits.CHUNK_S + 1)
             assert len(rogue.asked) == limits.FIRST_WINDOW
             assert not node.fetching.conduct.is_free(rogue.peer, now=trio.current_time())
             assert not node.store.is_complete(edge.name)

@@ -112,7 +112,8 @@ class Libp2pMesh:
         """See the seam."""
         links = {}
         for peer_id in list(self._swarm.connections):
-            for connection in self._swarm.newest(peer_id)[:1]:
+            connection = self._swarm.usable(peer_id)
+            if connection is not None:
                 muxed = connection.muxed_conn
                 remote = str(muxed.remote or "") if isinstance(muxed, YamuxConnection) else ""
                 outbound = connection.direction == Direction.OUTBOUND

@@ -149,6 +149,13 @@ class GuardedSwarm(Swarm):
         found = [c for c in self.get_connections(peer_id) if isinstance(c, SwarmConn) and not c.muxed_conn.is_closed]
         return found[::-1]
 
+    def usable(self, peer_id: ID) -> SwarmConn | None:
+        """The newest usable connection to a peer; asked for every peer at every look around, so it copies nothing."""
+        for connection in reversed(self.connections.get(peer_id, ())):
+            if isinstance(connection, SwarmConn) and not connection.muxed_conn.is_closed:
+                return connection
+        return None
+
     async def close_all(self) -> None:
         """Close every connection, all at one time: the library takes 0.2 s for each in turn."""
         async with trio.open_nursery() as nursery:
