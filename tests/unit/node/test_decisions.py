@@ -263,7 +263,7 @@ def test_leases_that_expire_at_once_are_returned_without_a_busy_loop() -> None:
 
 def test_no_more_is_asked_for_than_fits_into_a_duration() -> None:
     """At 5 s for each sample in flight, 88 s of a lease of 110 s are enough for 17 samples."""
-    state, actions = run(paced(5.0), Answered(leases=some(3, duration_s=110)))
+    _state, actions = run(paced(5.0), Answered(leases=some(3, duration_s=110)))
     assert added(actions) == [3]
     assert asked(actions) == [1]
     _, actions = run(replace(paced(50.0), duration_s=110.0, asking=False), Ticked())
