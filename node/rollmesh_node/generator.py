@@ -229,7 +229,8 @@ class Generator:
                         self._stream.tell(verb, body)
                     self._unsaid.clear()
                     async for item in self._stream:
-                        self._hear(item)
+                        if child.is_alive:  # else its leases have been given up already
+                            self._hear(item)
             except RollmeshError as error:
                 self._end(child, error, "generate")
                 return
