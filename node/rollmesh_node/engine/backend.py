@@ -2,17 +2,18 @@
 
 Invariants of any backend: the token at completion position t is ``argmax(logits + noise(seed, t))`` (see
 rollmesh_protocol.sampling) under the weights last loaded; a rollout ends with its first stop token, which it
-includes, or at the length limit; log-probs are of the sampled token under softmax(logits), before noise.
+includes, or at the length limit; log-probs are of the sampled token under softmax(logits), before noise. Neither
+depends on what else is in flight, but for kernel rounding.
 
 No torch here: daemon, host and tests import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from rollmesh_peer.models.folder import Json
 from rollmesh_protocol.layout import Layout
 
 Finish = Literal["stop", "length"]
+STEP_S: Final = 1.0
+"""After so long ``step`` returns even if nothing has ended: the host looks at its pipe and gives a sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,9 @@ class SampleRequest:
 
     index: int
     seed: int
+    begun: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))
+    """Tokens of the completion that are already drawn: fewer than the length limit, no stop token among them.
+    The engine goes on behind them, at position ``len(begun)``, and reports only what it draws itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +53,29 @@ class GroupRequest:
     """Samples of one prompt."""
 
     key: int
-    """Opaque to the engine; comes back with every rollout."""
+    """Opaque to the engine, and no other request in flight has it; comes back with every rollout."""
     prompt: NDArray[np.uint32]
     samples: tuple[SampleRequest, ...]
     max_new_tokens: int
+    """Of a whole completion, ``begun`` included."""
     stop: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """One finished completion."""
+class Partial:
+    """What the engine has drawn of one completion so far, behind ``begun``; ``tokens`` may be empty."""
 
     key: int
     index: int
     tokens: NDArray[np.uint32]
-    """With the final stop token, where there is one."""
     logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Partial):
+    """One finished completion; ``tokens`` with the final stop token, where there is one."""
+
     finish: Finish
-    elapsed_s: float
-    """Since ``generate`` was called."""
 
 
 @dataclass(kw_only=True)
@@ -93,16 +103,29 @@ class Stats:
 
 
 class Backend(Protocol):
-    """Turns requests into rollouts. Called by one thread."""
+    """Turns requests into rollouts, continuously. Called by one thread; requests are added between any two steps."""
 
     def load(self, weights: Weights) -> None:
         """Build the model and fill in its weights. ``Refused`` for the config, ``HostError`` for too little memory."""
 
     def swap(self, image: Path) -> None:
-        """Take other weights of the same layout, while nothing is generated; no cache of the old ones survives."""
+        """Take other weights of the same layout, while nothing is in flight; no cache of the old ones survives."""
 
-    def generate(self, requests: Sequence[GroupRequest]) -> Iterator[Rollout]:
-        """Yield each rollout as soon as it has ended, in any order. Closing the iterator abandons the rest."""
+    def add(self, requests: Sequence[GroupRequest]) -> None:
+        """Take more work; how much of it is computed side by side is the backend's business.
+
+        ``ChildFailed("child.request")`` for what the model cannot do, before any of ``requests`` is taken.
+        """
+
+    def step(self) -> list[Rollout]:
+        """Compute until a rollout has ended, or for :data:`STEP_S`; return those that ended, in any order."""
+
+    def drop(self) -> list[Partial]:
+        """Abandon everything in flight and return how far each unfinished sample had come."""
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that were added and have neither ended nor been dropped."""
 
     def stats(self) -> Stats:
         """Return the totals so far."""
