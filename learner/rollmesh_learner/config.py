@@ -103,7 +103,7 @@ class Rollouts(Section):
     max_new_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = 256
     """Length at which a completion is cut."""
     staleness: Annotated[int, Unit("steps"), Field(ge=0, le=64)] = 2
-    """S: a rollout is trained on only if the oldest weights behind it are at most this many steps old; 0: synchronous."""
+    """S: a rollout is trained on only if the oldest weights behind it are at most so many steps old; 0: synchronous."""
     publish_every: Annotated[int, Unit("steps"), Field(ge=1, le=64)] = 1
     """kappa: steps between two published versions of the weights."""
     temperature: Annotated[float, Unit("ratio")] = 1.0

@@ -6,6 +6,7 @@ several segments, honest ones and others.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class Pen:
     def __init__(self, config: dict, layout: Layout) -> None:
         self._layout = layout
         self._model = build_model(config, device="cpu")
+        names = inspect.signature(self._model.base_model.forward).parameters
+        self._cache = "cache" if "cache" in names else "past_key_values"
 
     def answer(self, lease: Lease, parts: Sequence[Part], *, stop: frozenset[int]) -> Result:
         """The whole work of a lease, every completion in these parts as far as it is long enough."""
@@ -76,7 +79,8 @@ class Pen:
                     draft.is_done = token in stop
             if all(draft.is_done for draft in drafts):
                 return
-            output = self._model(drawn.tokens[:, None], past_key_values=output.past_key_values, use_cache=True)
+            cache = {self._cache: output.past_key_values}
+            output = self._model(drawn.tokens[:, None], use_cache=True, **cache)
 
 
 def sample_of_draft(index: int, draft: Draft, parts: Sequence[Part]) -> SampleResult:

@@ -146,6 +146,7 @@ class Intake:
         wall_time = time.time()
         record = after_absence(node.record, self._nodes.rules, now=wall_time).accept(len(stored), now=wall_time)
         self._nodes.set_record(node.peer, record)
+        self._book.tally.rejected += len(wanted) - len(stored)
         why_not_all, detail = _why_not_all(lease, wanted=len(wanted), stored=len(stored))
         receipt = Receipt(
             lease_id=lease.lease_id,

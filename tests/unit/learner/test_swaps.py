@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -240,7 +240,7 @@ async def test_a_ledger_from_before_is_opened_and_its_leases_drain(folder: Path)
     path = folder / "ledger.sqlite"
     async with desk(folder) as (world, _, node, lease):
         pass
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE leases DROP COLUMN swap_mode")
         connection.execute("DROP TABLE stretches")
     async with open_ledger(path) as ledger:
