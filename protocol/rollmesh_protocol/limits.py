@@ -58,13 +58,12 @@ MAX_GROUPS_PER_REQUEST: Final = 16
 MAX_SAMPLES_PER_GROUP: Final = 256
 MAX_PROMPT_TOKENS: Final = 32_768
 MAX_NEW_TOKENS: Final = 32_768
-SEGMENT_TOKENS: Final = 128
-"""Weights change inside a completion only at multiples of so many of its tokens: an engine throws away fewer than that
-at a swap, and a node has few places to choose from."""
-MAX_SEGMENTS: Final = 64
-"""Segments of one completion: one a version, and no completion lives through more."""
 MAX_VOCABULARY: Final = 1 << 20
 MAX_STOP_TOKENS: Final = 32
+SEGMENT_TOKENS: Final = 128
+"""A completion may change its weights at multiples of this many tokens, so that nobody can choose where to."""
+MAX_SEGMENTS: Final = 64
+"""Of one completion."""
 MAX_NEIGHBOURS: Final = 16
 MAX_EDGES: Final = 256
 MAX_TENSORS: Final = 65_536

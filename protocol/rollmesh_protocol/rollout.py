@@ -50,7 +50,6 @@ class SampleResult(Record):
     """Little-endian float32, of each token under softmax(logits), before the noise."""
     finish: Finish
     segments: tuple[Segment, ...] = Field(min_length=1, max_length=limits.MAX_SEGMENTS)
-    """Which weights drew which tokens, in order; one where the lease says ``drain``."""
 
 
 class Result(Record):
