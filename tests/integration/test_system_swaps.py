@@ -20,7 +20,7 @@ from tests.support.attacker import Attacker, Studio, open_attacker, open_studio,
 from tests.support.pen import Part, Pen
 from tests.support.system import System, open_system
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CUT = 128
 SETTINGS = (
     "rollouts.groups_per_step=1",
