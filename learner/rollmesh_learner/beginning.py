@@ -114,7 +114,7 @@ def make_card(
             new_tokens=config.rollouts.max_new_tokens,
             samples_per_group=config.rollouts.samples_per_group,
         ),
-        swap_modes=("drain",),
+        swap_modes=config.leases.swap_modes,
     )
 
 

@@ -16,6 +16,7 @@ from rollmesh_learner.training.settings import TrainingSettings
 from rollmesh_peer.config import Located, Section, Unit, load
 from rollmesh_peer.config.addresses import ListenAddress, OwnAddress, PeerId
 from rollmesh_protocol import limits
+from rollmesh_protocol.lease import SwapMode
 
 PREFIX: Final = "ROLLMESH_LEARNER"
 """Environment variables that override the file begin with this and two underscores."""
@@ -102,7 +103,7 @@ class Rollouts(Section):
     max_new_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = 256
     """Length at which a completion is cut."""
     staleness: Annotated[int, Unit("steps"), Field(ge=0, le=64)] = 2
-    """S: a rollout is trained on only if the weights that made it are at most this many steps old; 0 is synchronous."""
+    """S: a rollout is trained on only if the oldest weights behind it are at most so many steps old; 0: synchronous."""
     publish_every: Annotated[int, Unit("steps"), Field(ge=1, le=64)] = 1
     """kappa: steps between two published versions of the weights."""
     temperature: Annotated[float, Unit("ratio")] = 1.0
@@ -136,6 +137,17 @@ class Leases(Section):
     """Groups given to one node in one answer."""
     cap: Share = 0.25
     """Largest share of a batch for one node below full standing, or 1.5 equal shares where that is more."""
+    swap_modes: Annotated[tuple[SwapMode, ...], Field(min_length=1, max_length=2)] = ("drain",)
+    """drain: a node finishes completions before it takes newer weights; recompute: long ones go on under those."""
+    recompute_from: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = 4 * limits.SEGMENT_TOKENS
+    """Where both are allowed, leases say recompute if rollouts.max_new_tokens is at least this; shorter ones drain."""
+
+    @field_validator("swap_modes")
+    @classmethod
+    def _are_different(cls, modes: tuple[SwapMode, ...]) -> tuple[SwapMode, ...]:
+        if len(set(modes)) < len(modes):
+            raise ValueError("names each mode once")
+        return modes
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:

@@ -16,6 +16,7 @@ from rollmesh_learner.watch import WatchRules
 from rollmesh_learner.work.book import Rules
 from rollmesh_learner.work.intake import IntakeTerms
 from rollmesh_learner.work.leasing import LeaseTerms
+from rollmesh_protocol.lease import SwapMode
 from rollmesh_protocol.messages import RunCard
 from rollmesh_protocol.verdicts.drift import DriftTest
 from rollmesh_protocol.verdicts.margins import Thresholds
@@ -59,7 +60,15 @@ def lease_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> Lease
         most_groups=config.leases.groups_at_most,
         least_duration_s=config.leases.min_duration_s,
         most_duration_s=config.leases.max_duration_s,
+        swap_mode=swap_mode(config),
     )
+
+
+def swap_mode(config: LearnerConfig) -> SwapMode:
+    """What leases say of swaps: ``recompute`` where that is allowed and pays, or where nothing else is allowed."""
+    modes = config.leases.swap_modes
+    is_long = config.rollouts.max_new_tokens >= config.leases.recompute_from
+    return "recompute" if "recompute" in modes and (is_long or "drain" not in modes) else "drain"
 
 
 def intake_terms(config: LearnerConfig, *, card: RunCard, keys: RunKeys) -> IntakeTerms:

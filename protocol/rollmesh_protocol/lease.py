@@ -25,6 +25,7 @@ LOGPROB_DTYPE: Final = np.dtype("<f4")
 MAX_SEED: Final = (1 << 64) - 1
 
 SwapMode = Literal["drain", "recompute"]
+"""What may become of a completion whose node takes newer weights: it is finished first, or goes on in a new segment."""
 
 
 class LeasedSample(Record):

@@ -1,6 +1,7 @@
 """The audit loop (layer L5): rollouts drawn for audit are recomputed under the exact weights that they name.
 
-The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_protocol.verdicts.margins`). A rollout
+The recomputation happens in a child process; the verdict is pure (:mod:`rollmesh_protocol.verdicts.margins`). One that
+several versions drew is recomputed piece by piece (:mod:`.pieces`), and judged as a whole. A rollout
 drawn for audit is consumed only after it passed. A hard failure ends in quarantine: everything of that node which is
 not consumed yet is void. A rollout that cannot be recomputed, whatever is wrong with it, is not used and holds up no
 other: after a failure rollouts are audited one by one, and one that keeps failing is given up. When nothing else waits,
@@ -19,6 +20,7 @@ from typing import Final
 
 import trio
 
+from rollmesh_learner.audit import pieces
 from rollmesh_learner.audit.cases import Case
 from rollmesh_learner.audit.margin_book import MarginBook, read_margins
 from rollmesh_learner.audit.reaudit import Reaudits
@@ -138,7 +140,7 @@ class Auditor:
             on_audited()
 
     def _next_batch(self) -> list[Case]:
-        """The oldest waiting rollouts that share one root, so that weights are loaded once; then the suspects.
+        """The oldest waiting rollouts that share their weights, so that those are loaded once; then the suspects.
 
         Consumed work of nodes that are out comes next; what was part of a failure comes last, one by one.
         """
@@ -148,7 +150,7 @@ class Auditor:
         fresh = [case for case in cases if case.rollout.key not in self._failures]
         if not fresh:
             return cases[:1]
-        return [case for case in fresh if case.rollout.root == fresh[0].rollout.root][:_MOST_AT_ONCE]
+        return pieces.together(fresh, most=_MOST_AT_ONCE)
 
     async def _cope(self, batch: list[Case], error: ChildFailed) -> None:
         """The child failed at ``batch``: find out by itself which rollout is to blame, and give that one up."""
@@ -169,31 +171,34 @@ class Auditor:
             del self._failures[key]  # void or stale meanwhile
 
     async def _audit(self, batch: list[Case]) -> None:
-        image = self._image_of(batch[0].rollout.root)
-        if image is None:
-            await self._give_up(batch, why="their weights are no longer kept")
+        kept = [case for case in batch if pieces.are_kept(case, self._image_of)]
+        if len(kept) < len(batch):
+            lost = [case for case in batch if not pieces.are_kept(case, self._image_of)]
+            await self._give_up(lost, why="weights that drew them are no longer kept")
+        if not kept:
             return
-        body: Body = {
-            "image": str(image),
-            "rollouts": [
-                {
-                    "key": position,
-                    "prompt": case.prompt,
-                    "tokens": case.rollout.tokens,
-                    "logprobs": case.rollout.logprobs,
-                    "seed": case.rollout.seed,
-                }
-                for position, case in enumerate(batch)
-            ],
-        }
-        async with self._child.use() as child:
-            answer = await child.call("audit", body, deadline_s=_AUDIT_S)
+        outcomes = await self._recompute(kept)
         fault_point("audit.recomputed")
-        outcomes = answer["rollouts"]
-        if not isinstance(outcomes, list | tuple) or len(outcomes) != len(batch):
-            raise ChildFailed("the auditor answered with the wrong number of rollouts")
-        for case, outcome in zip(batch, outcomes, strict=True):
-            await self._decide(case, outcome)
+        for case in kept:
+            await self._decide(case, pieces.joined(outcomes[case.rollout.key]))
+
+    async def _recompute(self, cases: list[Case]) -> dict[RolloutKey, list[Body]]:
+        """What the child finds of each rollout: one outcome for each piece, in order."""
+        found: dict[RolloutKey, list[Body]] = {case.rollout.key: [] for case in cases}
+        async with self._child.use() as child:
+            for root, some in pieces.by_root(cases).items():
+                image = self._image_of(root)
+                if image is None:
+                    raise ChildFailed("weights were let go of while rollouts were audited under others")
+                rollouts = [piece.body(key) for key, piece in enumerate(some)]
+                body: Body = {"image": str(image), "rollouts": rollouts}
+                answer = await child.call("audit", body, deadline_s=_AUDIT_S)
+                outcomes = answer["rollouts"]
+                if not isinstance(outcomes, list | tuple) or len(outcomes) != len(some):
+                    raise ChildFailed("the auditor answered with the wrong number of rollouts")
+                for piece, outcome in zip(some, outcomes, strict=True):
+                    found[piece.case.rollout.key].append(outcome)
+        return found
 
     async def _decide(self, case: Case, outcome: Body) -> None:
         """What is written down and what follows, for one rollout that was recomputed."""

@@ -16,5 +16,6 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """What recomputing it costs: prompt and completion."""
-        return len(self.prompt) // 4 + self.rollout.num_tokens
+        """What recomputing it costs: prompt and completion; what came before is read again for each newer version."""
+        prompt = len(self.prompt) // 4
+        return prompt + self.rollout.num_tokens + sum(prompt + later.first_token for later in self.rollout.later)

@@ -1,12 +1,13 @@
 """The auditor's process: ``python -m rollmesh_learner.audit.process``. Two verbs over one ``Recomputer``.
 
     open   {config_json: str|bytes, layout: map|bytes, threads: int?, device: str?} -> {}
-    audit  {image: str, rollouts: [{key, prompt, tokens, logprobs, seed}]}
+    audit  {image: str, rollouts: [{key, prompt, tokens, logprobs, seed, first: int?}]}
            -> {rollouts: [{key, tokens, exact, margins, exact_logprobs, logprob_gap_median, logprob_gap_largest}],
                load_s, audit_s}
 
 ``prompt`` and ``tokens`` are little-endian uint32, log-probabilities and margins little-endian float32; answers stand
-in the order of the question. The image of a root is loaded once for all questions about it that follow each other.
+in the order of the question. ``first`` is the place of the first of ``tokens`` in its completion (0), where ``prompt``
+ends with the tokens before it. The image of a root is loaded once for all questions about it that follow each other.
 
 Invariant: the pipe's descriptors are taken before any library that prints is imported. Not here: any decision.
 """
@@ -87,16 +88,19 @@ def _case(value: object) -> Case:
     if not isinstance(value, dict):
         raise _wrong("rollouts")
     prompt, tokens, logprobs = (value.get(name) for name in ("prompt", "tokens", "logprobs"))
-    seed = value.get("seed")
+    seed, first = value.get("seed"), value.get("first") or 0
     if not all(isinstance(part, bytes) and len(part) % 4 == 0 for part in (prompt, tokens, logprobs)):
         raise _wrong("prompt, tokens or logprobs")
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise _wrong("seed")
+    if not isinstance(first, int) or not 0 <= first < limits.MAX_NEW_TOKENS:
+        raise _wrong("first")
     return Case(
         claim=Claim(
             prompt=np.frombuffer(cast(bytes, prompt), dtype="<u4"),
             completion=np.frombuffer(cast(bytes, tokens), dtype="<u4"),
             seed=seed,
+            first=first,
         ),
         logprobs=np.frombuffer(cast(bytes, logprobs), dtype="<f4"),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from rollmesh_learner.audit.cases import Case
+from rollmesh_learner.audit.pieces import are_kept
 from rollmesh_learner.records.audits import consuming_step, unaudited_consumed
 from rollmesh_learner.records.ledger import Ledger
 from rollmesh_learner.work.groups import RolloutKey
@@ -50,8 +51,9 @@ class Reaudits:
         while self._wanted:
             node = self._wanted[0]
             for rollout, prompt, step in await unaudited_consumed(self._ledger, node, most=MOST):
-                if self._image_of(rollout.root) is not None:
-                    self.cases[rollout.key] = Case(rollout, prompt)
+                case = Case(rollout, prompt)
+                if are_kept(case, self._image_of):
+                    self.cases[rollout.key] = case
                     self._steps[rollout.key] = step
             self._wanted.pop(0)
 

@@ -110,7 +110,9 @@ async def audit_tokens(ledger: Ledger) -> AuditTokens:
         " JOIN groups g ON g.group_id = r.group_id WHERE r.reward IS NOT NULL"
     )
     ((audited,),) = await ledger.fetch(
-        "SELECT coalesce(sum(a.tokens + length(g.prompt) / 4), 0) FROM audits a"
+        "SELECT coalesce(sum(a.tokens + length(g.prompt) / 4 + coalesce((SELECT sum(length(g.prompt) / 4"
+        " + s.first_token) FROM stretches s WHERE s.lease_id = a.lease_id AND s.sample = a.sample), 0)), 0)"
+        " FROM audits a"
         " JOIN rollouts r ON r.lease_id = a.lease_id AND r.sample = a.sample JOIN groups g ON g.group_id = r.group_id"
     )
     return AuditTokens(audited=number(audited), work=number(work))

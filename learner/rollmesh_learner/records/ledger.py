@@ -89,8 +89,13 @@ _ADDED: Final = """
 CREATE TABLE IF NOT EXISTS rollbacks (
     number INTEGER PRIMARY KEY, tripped_step INTEGER NOT NULL, to_step INTEGER NOT NULL, voided INTEGER NOT NULL,
     detail TEXT NOT NULL, at REAL NOT NULL, state TEXT NOT NULL CHECK (state IN ('begun', 'done')));
+CREATE TABLE IF NOT EXISTS stretches (
+    lease_id BLOB NOT NULL, sample INTEGER NOT NULL, first_token INTEGER NOT NULL, version INTEGER NOT NULL,
+    step INTEGER NOT NULL, root BLOB NOT NULL, PRIMARY KEY (lease_id, sample, first_token)) WITHOUT ROWID;
 """
 """Tables that ledgers of this format may have been made without."""
+_ADDED_COLUMNS: Final = {"leases": ("swap_mode", "TEXT NOT NULL DEFAULT 'drain'")}
+"""The same of columns: by table, a name and its declaration."""
 
 
 class Ledger:
@@ -275,6 +280,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         elif version != SCHEMA_VERSION:
             raise HostError(f"the ledger {path} was written by another version of rollmesh (format {version})")
         connection.executescript(f"BEGIN IMMEDIATE;{_ADDED}COMMIT;")
+        for table, (column, declaration) in _ADDED_COLUMNS.items():
+            if column not in [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]:
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {declaration}")
     except sqlite3.OperationalError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise HostError(f"the ledger {path} is in use by another process") from error

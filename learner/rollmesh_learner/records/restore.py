@@ -2,8 +2,9 @@
 
 Used when the learner starts and when its trainer died. With weights of step c at hand:
 
-- batches of steps from c on go back into the book; a rollout among them that was made with weights of a step beyond c
-  is orphaned, because those weights no longer exist in the history, and so is every such rollout that waits;
+- batches of steps from c on go back into the book; a rollout among them of which any token was made with weights of a
+  step beyond c is orphaned, because those weights no longer exist in the history, and so is every such rollout that
+  waits;
 - published versions of steps beyond c are orphaned, and their leases void; version numbers are never used again;
 - everything acknowledged is counted in exactly one state afterwards.
 
@@ -23,7 +24,7 @@ from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger, Row, Statement, blob, number, real
 from rollmesh_learner.work.book import Book
-from rollmesh_learner.work.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout
+from rollmesh_learner.work.groups import Group, LeaseRecord, Prompt, Sample, StoredRollout, Stretch
 from rollmesh_protocol.messages import Head
 
 _log = logging.getLogger("rollmesh.learner.restore")
@@ -31,14 +32,18 @@ _log = logging.getLogger("rollmesh.learner.restore")
 _LIVE: Final = "('scoring', 'auditing', 'ready')"
 ROLLOUT_COLUMNS: Final = (
     "r.lease_id, r.sample, r.group_id, r.node, r.version, r.step, r.root, r.seed, r.tokens, r.logprobs, r.finish,"
-    " r.drawn, r.reward, r.exact_logprobs, r.state"
+    " r.drawn, r.reward, r.exact_logprobs, r.state,"
+    " (SELECT json_group_array(json_array(s.first_token, s.version, s.step, hex(s.root))) FROM stretches s"
+    " WHERE s.lease_id = r.lease_id AND s.sample = r.sample)"
 )
 """What :func:`read_rollout` reads, of ``rollouts r``."""
 _WAITING: Final = (
     f"SELECT {ROLLOUT_COLUMNS} FROM rollouts r JOIN groups g ON g.group_id = r.group_id"  # noqa: S608 - a constant
     f" WHERE g.state = 'live' AND r.state IN {_LIVE}"
 )
-_LEASE: Final = "lease_id, node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt"
+_LEASE: Final = (
+    "lease_id, node, group_id, samples, version, step, root, duration_s, state, result_digest, receipt, swap_mode"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,10 @@ async def rewind(ledger: Ledger, book: Book, versions: Versions, *, step: int, n
     published = await published_versions(ledger)
     ((newest,),) = await ledger.fetch("SELECT coalesce(max(group_id), -1) FROM groups")
     groups, leases = await _load(ledger, samples=book.rules.samples_per_group, now=now)
-    versions.reset(version.head for version in published if not version.is_orphaned)
+    versions.reset(
+        (version.head for version in published if not version.is_orphaned),
+        undone=(version.head for version in published if version.is_orphaned),
+    )
     book.resume(groups, leases, next_group=number(newest) + 1, next_step=step)
     await ledger.commit(*book.drop_stale())
     rolled_back = before.get("assigned", 0) - after.get("assigned", 0)
@@ -111,7 +119,7 @@ def _undo_beyond(step: int) -> list[Statement]:
         Statement(
             "UPDATE leases SET state = 'void' WHERE step > ? AND state IN ('open', 'returned', 'expired')", (step,)
         ),
-        Statement(f"UPDATE rollouts SET state = 'orphaned' WHERE state IN {_LIVE} AND step > ?", (step,)),  # noqa: S608 - a constant
+        Statement(f"UPDATE rollouts SET state = 'orphaned' WHERE state IN {_LIVE} AND {rows.MADE_BEYOND}", (step,)),  # noqa: S608 - a constant
     ]
 
 
@@ -141,7 +149,7 @@ async def _load(ledger: Ledger, *, samples: int, now: float) -> tuple[list[Group
 def read_rollout(row: Row) -> StoredRollout:
     """A rollout from its :data:`ROLLOUT_COLUMNS`."""
     (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish, drawn, reward, exact,
-     state) = row  # fmt: skip
+     state, later) = row  # fmt: skip
     return StoredRollout(
         lease_id=blob(lease_id),
         sample=number(sample),
@@ -158,6 +166,10 @@ def read_rollout(row: Row) -> StoredRollout:
         reward=None if reward is None else real(reward),
         exact_logprobs=None if exact is None else blob(exact),
         state=str(state),  # type: ignore[arg-type]
+        later=tuple(
+            Stretch(first_token, version, step, bytes.fromhex(root))
+            for first_token, version, step, root in sorted(json.loads(str(later)))
+        ),
     )
 
 
@@ -181,7 +193,7 @@ def _place_lease(groups: dict[int, Group], lease: LeaseRecord) -> None:
 
 
 def _read_lease(row: Row, *, now: float) -> LeaseRecord:
-    lease_id, node, group_id, samples, version, step, root, duration_s, state, digest, receipt = row
+    lease_id, node, group_id, samples, version, step, root, duration_s, state, digest, receipt, swap_mode = row
     return LeaseRecord(
         lease_id=blob(lease_id),
         node=str(node),
@@ -195,6 +207,7 @@ def _read_lease(row: Row, *, now: float) -> LeaseRecord:
         state=str(state),  # type: ignore[arg-type]
         result_digest=None if digest is None else blob(digest),
         receipt=None if receipt is None else blob(receipt),
+        swap_mode=str(swap_mode),  # type: ignore[arg-type]
     )
 
 

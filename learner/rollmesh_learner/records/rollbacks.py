@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger, Statement, number
 from rollmesh_learner.training.tripwires import Trip
 from rollmesh_peer.faults import fault_point
 
 _UNDONE: Final = (
     "(state IN ('assigned', 'consumed') AND trained_step >= ?1)"
-    " OR (state IN ('scoring', 'auditing', 'ready') AND step > ?1)"
+    f" OR (state IN ('scoring', 'auditing', 'ready') AND {rows.MADE_BEYOND})"
 )
 """Rollouts trained on in steps that are undone, and those made by the weights of such steps."""
 

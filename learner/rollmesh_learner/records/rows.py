@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Final
 
 from rollmesh_learner.members.standing import Record
 from rollmesh_learner.records.ledger import Statement
-from rollmesh_learner.work.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout
+from rollmesh_learner.work.groups import Group, LeaseRecord, LeaseState, RolloutState, StoredRollout, Stretch
 from rollmesh_protocol.messages import PolicyHeader
+
+MADE_BEYOND: Final = (
+    "(step > ?1 OR EXISTS (SELECT 1 FROM stretches s WHERE s.lease_id = rollouts.lease_id"
+    " AND s.sample = rollouts.sample AND s.step > ?1))"
+)
+"""Of ``rollouts``: any token was made with weights of a later step than the first parameter."""
 
 
 def insert_group(group: Group) -> Statement:
@@ -31,11 +38,11 @@ def update_group(group: Group, *, step: int | None = None, why: str = "") -> Sta
 def insert_lease(lease: LeaseRecord, *, wall_time: float) -> Statement:
     """A lease is given out."""
     return Statement(
-        "INSERT INTO leases (lease_id, node, group_id, samples, version, step, root, duration_s, issued_at, state)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO leases (lease_id, node, group_id, samples, version, step, root, duration_s, issued_at, state,"
+        " swap_mode) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             lease.lease_id, lease.node, lease.group_id, bytes(lease.indices), lease.version, lease.step, lease.root,
-            lease.duration_s, wall_time, lease.state,
+            lease.duration_s, wall_time, lease.state, lease.swap_mode,
         ),
     )  # fmt: skip
 
@@ -53,9 +60,9 @@ def end_lease(lease_id: bytes, state: LeaseState) -> Statement:
     return Statement("UPDATE leases SET state = ? WHERE lease_id = ?", (state, lease_id))
 
 
-def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
-    """A rollout was accepted."""
-    return Statement(
+def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> list[Statement]:
+    """A rollout was accepted: a row, and one more for each stretch of it that newer weights drew."""
+    row = Statement(
         "INSERT INTO rollouts (lease_id, sample, group_id, node, version, step, root, seed, tokens, logprobs, finish,"
         " received_at, drawn, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -64,6 +71,14 @@ def insert_rollout(rollout: StoredRollout, *, wall_time: float) -> Statement:
             wall_time, int(rollout.drawn), rollout.state,
         ),
     )  # fmt: skip
+    return [row, *(_insert_stretch(rollout, stretch) for stretch in rollout.later)]
+
+
+def _insert_stretch(rollout: StoredRollout, stretch: Stretch) -> Statement:
+    return Statement(
+        "INSERT INTO stretches (lease_id, sample, first_token, version, step, root) VALUES (?, ?, ?, ?, ?, ?)",
+        (rollout.lease_id, rollout.sample, stretch.first_token, stretch.version, stretch.step, stretch.root),
+    )
 
 
 def update_rollout(rollout: StoredRollout, *, score_error: str | None = None) -> Statement:

@@ -222,9 +222,13 @@ class Book:
         return [rows.update_lease(lease)]
 
     def wanted(self, lease: LeaseRecord) -> tuple[int, ...]:
-        """The sample indices of ``lease`` that a result can still fill: unfilled, and young enough."""
+        """The sample indices of ``lease`` that a result can still fill: unfilled, and young enough.
+
+        Under a lease that allows swaps a rollout may be younger than the lease: each has to be looked at.
+        """
         group = self.groups.get(lease.group_id)
-        if group is None or lease.state == "void" or not self.is_young(lease.step):
+        may_be_young = lease.swap_mode == "recompute" or self.is_young(lease.step)
+        if group is None or lease.state == "void" or not may_be_young:
             return ()
         return tuple(index for index in lease.indices if group.samples[index].state != "filled")
 
@@ -235,7 +239,10 @@ class Book:
     def fill(
         self, lease: LeaseRecord, rollouts: Sequence[StoredRollout], *, digest: bytes, receipt: bytes, wall_time: float
     ) -> list[Statement]:
-        """``rollouts`` (all :meth:`wanted`) are accepted as the result of ``lease``."""
+        """``rollouts`` (all :meth:`wanted` and young) are accepted as the result of ``lease``.
+
+        Other samples of it are open again, for anybody.
+        """
         late = lease.state != "open"
         lease.state = "done"
         lease.result_digest, lease.receipt = digest, receipt
@@ -250,10 +257,12 @@ class Book:
             sample.lease_id = rollout.lease_id
             sample.rollout = rollout
             self._rollouts[rollout.key] = rollout
+        self._reopen(lease, until=0.0)
         self.tally.accepted += len(rollouts)
         if late:
             self.tally.late += len(rollouts)
-        return [rows.update_lease(lease), *(rows.insert_rollout(r, wall_time=wall_time) for r in rollouts)]
+        inserts = (statement for r in rollouts for statement in rows.insert_rollout(r, wall_time=wall_time))
+        return [rows.update_lease(lease), *inserts]
 
     def rollout(self, key: RolloutKey) -> StoredRollout | None:
         """A rollout that is not consumed or given up yet."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollmesh_learner.work.lengths import Fate
+from rollmesh_protocol.lease import SwapMode
 
 SampleState = Literal["open", "leased", "filled"]
 GroupState = Literal["live", "assigned", "consumed", "dropped"]
@@ -30,9 +31,22 @@ class Prompt:
     """Little-endian uint32 token ids."""
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A run of a completion's tokens drawn under one version of the weights, from ``first_token`` on."""
+
+    first_token: int
+    version: int
+    step: int
+    root: bytes
+
+
 @dataclass
 class StoredRollout:
-    """One completion that passed the first checks. Token ids and log-probabilities are little-endian bytes."""
+    """One completion that passed the first checks. Token ids and log-probabilities are little-endian bytes.
+
+    ``version``, ``step`` and ``root`` are those of its oldest tokens: the bound S is kept by them.
+    """
 
     lease_id: bytes
     sample: int
@@ -50,6 +64,13 @@ class StoredRollout:
     reward: float | None = None
     exact_logprobs: bytes | None = None
     state: RolloutState = "scoring"
+    later: tuple[Stretch, ...] = ()
+    """What newer weights drew of it, after the oldest: only under leases that allow swaps in the middle."""
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """All of it, in order, by the weights that drew it."""
+        return (Stretch(0, self.version, self.step, self.root), *self.later)
 
     @property
     def key(self) -> RolloutKey:
@@ -119,6 +140,7 @@ class LeaseRecord:
     state: LeaseState = "open"
     result_digest: bytes | None = None
     receipt: bytes | None = None
+    swap_mode: SwapMode = "drain"
 
     @property
     def expires_at(self) -> float:

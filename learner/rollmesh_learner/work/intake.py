@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -23,14 +23,14 @@ from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger
 from rollmesh_learner.records.restore import recall_lease
 from rollmesh_learner.work.book import Book
-from rollmesh_learner.work.groups import LeaseRecord, StoredRollout
+from rollmesh_learner.work.groups import LeaseRecord, StoredRollout, Stretch
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.lease import Lease, LeasedSample, seed_of
 from rollmesh_protocol.messages import Receipt
-from rollmesh_protocol.rollout import Result, Rollout, check_result
+from rollmesh_protocol.rollout import Result, Rollout, Segment, check_result
 
 _log = logging.getLogger("rollmesh.learner.intake")
 
@@ -131,13 +131,14 @@ class Intake:
                 self._as_message(lease),
                 vocabulary=self._terms.vocabulary,
                 stop_tokens=self._terms.stop_tokens,
+                swaps=self._versions.since(lease.version),
             )
         except Refused as error:
             return await self._refuse(node, lease, error, digest=digest, now=now)
-        wanted = set(self._book.wanted(lease))
-        stored = [self._to_store(r, node, lease) for r in rollouts if r.index in wanted]
+        wanted = [rollout for rollout in rollouts if rollout.index in self._book.wanted(lease)]
+        stored = [made for rollout in wanted if (made := self._to_store(rollout, node, lease)) is not None]
         if not stored:
-            code = "lease.expired" if self._book.is_young(lease.step) else "result.stale"
+            code = "result.stale" if wanted or not self._book.is_young(lease.step) else "lease.expired"
             return await self._refuse(node, lease, Refused(code), digest=digest, now=now)
         node.delivered(
             samples=len(stored), tokens=sum(r.num_tokens for r in stored), issued_at=lease.issued_at, now=now
@@ -145,11 +146,13 @@ class Intake:
         wall_time = time.time()
         record = after_absence(node.record, self._nodes.rules, now=wall_time).accept(len(stored), now=wall_time)
         self._nodes.set_record(node.peer, record)
+        self._book.tally.rejected += len(wanted) - len(stored)
+        why_not_all, detail = _why_not_all(lease, wanted=len(wanted), stored=len(stored))
         receipt = Receipt(
             lease_id=lease.lease_id,
             accepted=tuple(r.sample for r in stored),
-            code=None if len(stored) == len(lease.indices) else "lease.expired",
-            detail="" if len(stored) == len(lease.indices) else "some samples had been filled by others meanwhile",
+            code=why_not_all,
+            detail=detail,
             head=self._versions.head,
             standing=self._nodes.standing_of(node.peer),
         ).encode()
@@ -193,24 +196,56 @@ class Intake:
             max_new_tokens=self._terms.max_new_tokens,
             temperature=1.0,
             duration_s=lease.duration_s,
-            swap_mode="drain",
+            swap_mode=lease.swap_mode,
         )
 
     def _seed(self, group: int, sample: int) -> int:
         return seed_of(self._terms.seed_key, run=self._terms.run, group=group, sample=sample)
 
-    def _to_store(self, rollout: Rollout, node: Node, lease: LeaseRecord) -> StoredRollout:
+    def _to_store(self, rollout: Rollout, node: Node, lease: LeaseRecord) -> StoredRollout | None:
+        """The rollout as it is kept; None for one that is too old, or whose weights do not count any more."""
+        stretches = stretches_of(rollout.segments, lease=lease, versions=self._versions)
+        if not stretches or not self._book.is_young(stretches[0].step):
+            return None
+        oldest, *later = stretches
         return StoredRollout(
             lease_id=lease.lease_id,
             sample=rollout.index,
             group_id=lease.group_id,
             node=node.peer,
-            version=lease.version,
-            step=lease.step,
-            root=lease.root,
+            version=oldest.version,
+            step=oldest.step,
+            root=oldest.root,
             seed=rollout.seed,
             tokens=rollout.tokens.tobytes(),
             logprobs=rollout.logprobs.tobytes(),
             finish=rollout.finish,
             drawn=False,
+            later=tuple(later),
         )
+
+
+def stretches_of(segments: Sequence[Segment], *, lease: LeaseRecord, versions: Versions) -> tuple[Stretch, ...]:
+    """The weights behind each segment, as the learner knows them; none where some were undone or are forgotten.
+
+    A node may have taken a version that was undone since: that is no offence, but its work is worth nothing.
+    """
+    stretches = []
+    for segment in segments:
+        known = versions.by_root(segment.root)
+        if segment.root == lease.root:
+            stretches.append(Stretch(segment.first_token, lease.version, lease.step, lease.root))
+        elif known is not None:
+            stretches.append(Stretch(segment.first_token, known.version, known.step, known.root))
+        else:
+            return ()
+    return tuple(stretches)
+
+
+def _why_not_all(lease: LeaseRecord, *, wanted: int, stored: int) -> tuple[str | None, str]:
+    """Code and sentence for a result of which only some samples are accepted; no code for a whole one."""
+    if stored < wanted:
+        return "result.stale", "the weights behind some samples were too old, or were undone"
+    if stored < len(lease.indices):
+        return "lease.expired", "some samples had been filled by others meanwhile"
+    return None, ""

@@ -29,7 +29,7 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import Identity, short
-from rollmesh_protocol.lease import LEASE_ID_BYTES, Lease, LeasedSample, seed_of
+from rollmesh_protocol.lease import LEASE_ID_BYTES, Lease, LeasedSample, SwapMode, seed_of
 from rollmesh_protocol.messages import Head, LeaseAnswer, LeaseRequest, ReturnAnswer, ReturnRequest, Wait
 
 _log = logging.getLogger("rollmesh.learner.leasing")
@@ -54,6 +54,7 @@ class LeaseTerms:
     most_groups: int
     least_duration_s: float
     most_duration_s: float
+    swap_mode: SwapMode = "drain"
 
 
 class LeaseDesk:
@@ -232,7 +233,7 @@ class LeaseDesk:
             max_new_tokens=self._terms.max_new_tokens,
             temperature=1.0,
             duration_s=duration_s,
-            swap_mode="drain",
+            swap_mode=self._terms.swap_mode,
         )
         row = LeaseRecord(
             lease_id=lease_id,
@@ -244,5 +245,6 @@ class LeaseDesk:
             root=held.root,
             duration_s=duration_s,
             issued_at=now,
+            swap_mode=self._terms.swap_mode,
         )
         return lease, row

@@ -2,10 +2,11 @@
 
     open     {config_json: str, layout: bytes (Layout.encode), threads: int?, device: 'auto'|'cpu'|'cuda'?} -> {device}
     load     {image: str} -> {}
-    recheck  {rollouts: [{prompt, tokens, seed}], temperature: float?, top_k: int?, top_p: float?}
+    recheck  {rollouts: [{prompt, tokens, seed, first: int?}], temperature: float?, top_k: int?, top_p: float?}
              -> {rollouts: [{margins: bytes, logprobs: bytes}]} in this order
 
-``prompt`` and ``tokens`` are little-endian uint32, the rest little-endian float32. The three options ask what the
+``prompt`` and ``tokens`` are little-endian uint32, the rest little-endian float32; ``first`` is the place of the first
+of ``tokens`` in its completion (0), where ``prompt`` ends with the tokens before it. The three options ask what the
 margins would be if the sampler had altered the logits so before it drew: that names what an engine does wrong.
 
 Invariant: the arithmetic is the auditor's (bf16 weights whose bits the reload check has compared with the image), so
@@ -153,9 +154,12 @@ def _claim(value: object, model: PreTrainedModel) -> Claim:
     prompt, tokens, seed = value.get("prompt"), value.get("tokens"), value.get("seed")
     if not isinstance(prompt, bytes) or not isinstance(tokens, bytes) or len(prompt) % 4 or len(tokens) % 4:
         raise _wrong("prompt or tokens")
+    first = value.get("first") or 0
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise _wrong("seed")
-    claim = Claim(prompt=np.frombuffer(prompt, "<u4"), completion=np.frombuffer(tokens, "<u4"), seed=seed)
+    if not isinstance(first, int) or not 0 <= first < limits.MAX_NEW_TOKENS:
+        raise _wrong("first")
+    claim = Claim(prompt=np.frombuffer(prompt, "<u4"), completion=np.frombuffer(tokens, "<u4"), seed=seed, first=first)
     if not prompt or not tokens or len(prompt) + len(tokens) > 4 * model.config.max_position_embeddings:
         raise _wrong("a rollout that is empty, or longer than the model allows")
     if max(int(claim.prompt.max()), int(claim.completion.max())) >= model.config.vocab_size:

@@ -31,6 +31,7 @@ from rollmesh_node.selfcheck.findings import (
     figures_of,
 )
 from rollmesh_node.selfcheck.fresh_work import fresh_leases, generate
+from rollmesh_node.selfcheck.pieces import Piece, pieces_of
 from rollmesh_node.selfcheck.rechecking import Recomputed, recheck, recheck_spec
 from rollmesh_node.selfcheck.report import Report
 from rollmesh_peer.children.process import open_child
@@ -116,8 +117,20 @@ class _Check:
         report.findings += [*explain_form(wrong), *explain_lateness(entries)]
         return good
 
-    def _open(self, result: Result, lease: Lease) -> tuple[Rollout, ...]:
-        return check_result(result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop)
+    def _open(self, result: Result, lease: Lease) -> list[Rollout]:
+        """The rollouts of a result, one by one. Which versions there were to take only the learner knows."""
+        leased = {sample.index: sample for sample in lease.samples}
+        good: list[Rollout] = []
+        for sample in result.samples:
+            one = lease.model_copy(update={"samples": (leased[sample.index],)}) if sample.index in leased else lease
+            swaps = [(lease.version + place, segment.root) for place, segment in enumerate(sample.segments, 1)]
+            good += check_result(
+                result.model_copy(update={"samples": (sample,)}), one, vocabulary=self._card.vocabulary,
+                stop_tokens=self._stop, swaps=swaps,
+            )  # fmt: skip
+        if sorted(rollout.index for rollout in good) != sorted(leased):
+            raise Refused("result.samples")
+        return good
 
     # --- what needs them ---------------------------------------------------------------------------------------------
     async def recompute(self, kept: Sequence[Rollout], *, prompts: Sequence[Entry]) -> None:
@@ -131,7 +144,7 @@ class _Check:
             raise HostError("this node holds no weights of the run on its disk: let it run until it has fetched some")
         self._check_memory()
         by_root = _by_root(kept, way)
-        missing = len(kept) - sum(map(len, by_root.values()))
+        missing = sum(any(segment.root not in by_root for segment in rollout.segments) for rollout in kept)
         if missing:
             self._report.notes.append(f"{missing} rollouts were not recomputed: their weights are no longer at hand")
         newest = list(way.roots)[-1]
@@ -188,7 +201,7 @@ class _Check:
         copies: Copies,
         roots: Sequence[bytes],
         *,
-        by_root: Mapping[bytes, Sequence[Rollout]],
+        by_root: Mapping[bytes, Sequence[Piece]],
         fresh: Sequence[Rollout],
         newest: bytes,
     ) -> None:
@@ -207,7 +220,8 @@ class _Check:
                 await child.call("load", {"image": str(image)}, deadline_s=LOAD_S)
                 await recheck(child, by_root.get(root, ()), into=self._kept, thresholds=order.thresholds)
                 if root == newest:
-                    await recheck(child, fresh, into=self._fresh, thresholds=order.thresholds)
+                    pieces = [piece for rollout in fresh for piece in pieces_of(rollout)]
+                    await recheck(child, pieces, into=self._fresh, thresholds=order.thresholds)
 
     def _model(self) -> dict[str, object]:
         return {"config_json": self._card.model.config.decode(), "layout": self._card.layout.encode()}
@@ -245,12 +259,12 @@ def _find_run(folder: Path, notes: Notes | None) -> tuple[Path, RunCard]:
         raise HostError(f"the run card {places[-1] / CARD} cannot be read: {error}") from error
 
 
-def _by_root(rollouts: Sequence[Rollout], way: Way) -> dict[bytes, list[Rollout]]:
-    """The rollouts that can be recomputed, by root: of the versions at hand the ones with the most, and the newest."""
+def _by_root(rollouts: Sequence[Rollout], way: Way) -> dict[bytes, list[Piece]]:
+    """The pieces that can be recomputed, by root: of the versions at hand the ones with the most, and the newest."""
     at_hand = way.roots
-    found: dict[bytes, list[Rollout]] = {root: [] for root in reversed(at_hand)}
-    for rollout in rollouts:
-        if rollout.lease.root in found:
-            found[rollout.lease.root].append(rollout)
+    found: dict[bytes, list[Piece]] = {root: [] for root in reversed(at_hand)}
+    for piece in (piece for rollout in rollouts for piece in pieces_of(rollout)):
+        if piece.root in found:
+            found[piece.root].append(piece)
     chosen = sorted(found, key=lambda root: len(found[root]), reverse=True)[:MOST_ROOTS]
     return {root: found[root] for root in chosen if found[root]}

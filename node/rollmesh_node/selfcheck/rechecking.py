@@ -1,6 +1,6 @@
-"""The conversation with the child that recomputes for a selfcheck: rollouts in, figures of their tokens out.
+"""The conversation with the child that recomputes for a selfcheck: pieces of rollouts in, figures of their tokens out.
 
-Each rollout is recomputed twice, for a machine that does not repeat itself is broken; and where margins are odd, the
+Each piece is recomputed twice, for a machine that does not repeat itself is broken; and where margins are odd, the
 child is asked which other sampler would have drawn these tokens.
 """
 
@@ -14,17 +14,17 @@ from typing import Final
 import numpy as np
 
 from rollmesh_node.selfcheck.findings import GUESSES, Checked, Guess, is_odd
+from rollmesh_node.selfcheck.pieces import Piece
 from rollmesh_peer.children.launch import ChildSpec, python_argv
 from rollmesh_peer.children.process import Child
 from rollmesh_protocol.errors import ChildFailed
-from rollmesh_protocol.rollout import Rollout
 from rollmesh_protocol.verdicts.margins import Thresholds
 
-GUESS_ROLLOUTS: Final = 16
-"""Rollouts that guesses are tried on: each guess is a forward pass over them."""
+GUESS_PIECES: Final = 16
+"""Pieces that guesses are tried on: each guess is a forward pass over them."""
 RECHECK_S: Final = 900.0
 AT_ONCE: Final = 64
-"""Rollouts in one call to the child."""
+"""Pieces in one call to the child."""
 NICE: Final = 10
 """The PC's owner, and the node if it runs, go first."""
 
@@ -48,43 +48,48 @@ def recheck_spec(engine: ChildSpec) -> ChildSpec:
     return replace(engine, name="recheck", argv=python_argv("rollmesh_node.engine.recheck"), nice=NICE)
 
 
-async def recheck(child: Child, rollouts: Sequence[Rollout], *, into: Recomputed, thresholds: Thresholds) -> None:
-    """Recompute rollouts of the root that is loaded, twice; and where they are odd, what would explain them."""
+async def recheck(child: Child, pieces: Sequence[Piece], *, into: Recomputed, thresholds: Thresholds) -> None:
+    """Recompute pieces of the root that is loaded, twice; and where they are odd, what would explain them."""
     checked: list[Checked] = []
-    for start in range(0, len(rollouts), AT_ONCE):
-        some = rollouts[start : start + AT_ONCE]
+    for start in range(0, len(pieces), AT_ONCE):
+        some = pieces[start : start + AT_ONCE]
         first, again = await _recomputed(child, some), await _recomputed(child, some)
         checked += [
             Checked(
-                claimed=rollout.logprobs, exact=one[1], again=two[1], margins=one[0],
-                ends_with_stop=rollout.finish == "stop",
+                claimed=piece.logprobs, exact=one[1], again=two[1], margins=one[0],
+                ends_with_stop=piece.ends_with_stop,
             )
-            for rollout, one, two in zip(some, first, again, strict=True)
+            for piece, one, two in zip(some, first, again, strict=True)
         ]  # fmt: skip
     into.checked.extend(checked)
     if not checked or not is_odd(checked, thresholds):
         return
     for guess in GUESSES:
-        margins = [one[0] for one in await _recomputed(child, rollouts[:GUESS_ROLLOUTS], guess=guess)]
+        margins = [one[0] for one in await _recomputed(child, pieces[:GUESS_PIECES], guess=guess)]
         into.exact[guess] += sum(int((one == 0).sum()) for one in margins)
         into.asked[guess] += sum(one.size for one in margins)
 
 
 async def _recomputed(
-    child: Child, rollouts: Sequence[Rollout], *, guess: Guess | None = None
+    child: Child, pieces: Sequence[Piece], *, guess: Guess | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Margins and log-probabilities, float32 [tokens], of each rollout; under a guess if one is given."""
+    """Margins and log-probabilities, float32 [tokens], of each piece; under a guess if one is given."""
     body: dict[str, object] = {
         "rollouts": [
-            {"prompt": one.lease.prompt, "tokens": one.tokens.astype("<u4").tobytes(), "seed": one.seed}
-            for one in rollouts
+            {
+                "prompt": piece.prompt,
+                "tokens": piece.tokens.astype("<u4").tobytes(),
+                "seed": piece.seed,
+                "first": piece.first,
+            }
+            for piece in pieces
         ]
     }
     if guess is not None:
         body |= {"temperature": guess.temperature, "top_k": guess.top_k, "top_p": guess.top_p}
     answer = await child.call("recheck", body, deadline_s=RECHECK_S)
     outcomes = answer.get("rollouts")
-    if not isinstance(outcomes, list | tuple) or len(outcomes) != len(rollouts):
+    if not isinstance(outcomes, list | tuple) or len(outcomes) != len(pieces):
         raise ChildFailed("the check answered for another number of rollouts")
     found = [tuple(np.frombuffer(outcome[name], "<f4") for name in ("margins", "logprobs")) for outcome in outcomes]
     return [(margins, logprobs) for margins, logprobs in found]

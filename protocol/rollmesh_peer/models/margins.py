@@ -24,11 +24,13 @@ from rollmesh_peer.models.sampling import draw, noise
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One completion as it was reported; its position 0 is the first completion token."""
+    """One completion as it was reported, or a piece of one: then ``prompt`` ends with the tokens before it."""
 
     prompt: Ids
     completion: Ids
     seed: int
+    first: int = 0
+    """The position of the first of ``completion``: 0 is the first token after the prompt that was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def recompute(model: PreTrainedModel, claims: Sequence[Claim], *, chunk_tokens: 
     completions = [claim.completion for claim in claims]
     tokens = all_tokens(completions)
     seeds = [claim.seed for claim in claims for _ in claim.completion]
-    positions = [position for claim in claims for position in range(len(claim.completion))]
+    positions = [claim.first + position for claim in claims for position in range(len(claim.completion))]
     margins = np.empty(len(tokens), dtype=np.float32)
     logprobs = np.empty(len(tokens), dtype=np.float32)
     head = output_head(model)

@@ -286,7 +286,8 @@ class FakeLearner:
         code, detail, accepted = None, "", tuple(sample.index for sample in lease.samples)
         try:
             stop_tokens = frozenset(self.card.stop_tokens)
-            check_result(result, lease, vocabulary=self.card.vocabulary, stop_tokens=stop_tokens)
+            swaps = [(edge.version, edge.root) for edge in self._edges]
+            check_result(result, lease, vocabulary=self.card.vocabulary, stop_tokens=stop_tokens, swaps=swaps)
             self.heard.accepted.append(lease.lease_id)
         except Refused as refusal:
             code, detail, accepted = refusal.code, refusal.detail, ()

@@ -9,7 +9,7 @@ survives it is the ledger file, the saved checkpoints and what nodes have in han
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope, seal
 from rollmesh_protocol.errors import ChildFailed, Refused
 from rollmesh_protocol.identity import Identity
-from rollmesh_protocol.lease import Lease
+from rollmesh_protocol.lease import Lease, SwapMode
 from rollmesh_protocol.messages import (
     Head,
     Hello,
@@ -56,7 +56,7 @@ from rollmesh_protocol.messages import (
     Receipt,
     ReturnRequest,
 )
-from rollmesh_protocol.rollout import Result, SampleResult, Segment
+from rollmesh_protocol.rollout import Result, SampleResult, Segment, kept_tokens
 
 RUN = "world-0"
 VOCABULARY = 100
@@ -140,7 +140,8 @@ class FakeTrainer:
         for rollout in (sample.rollout for group in groups for sample in group.samples):
             assert rollout is not None
             assert 0 <= step - rollout.step <= self._staleness, "a rollout was too old, or from the future"
-            assert root_of(self.weights[: rollout.step]) == rollout.root, "a rollout of weights that no longer exist"
+            for part in rollout.stretches:
+                assert root_of(self.weights[: part.step]) == part.root, "a rollout of weights that no longer exist"
         batch = frozenset((group.group_id, sample.index) for group in groups for sample in group.samples)
         assert not any(batch & before for before, _ in self.weights), "a sample was trained on twice"
         updated = self._changes(step)
@@ -225,6 +226,8 @@ class World:
     publish_every: int = 1
     cap: float = 1.0
     queue: int = 1_000_000
+    swap_mode: SwapMode = "drain"
+    new_tokens: int = 4
     hook: Hook = lambda _: None
     changes: Callable[[int], bool] = lambda _: True
     """Whether training a step changes the weights."""
@@ -358,7 +361,13 @@ class Life:
         self.drawer = Drawer(audit_key=bytes(32), book=self.book, nodes=self.registry, withheld=WithheldBook())
         self.desk = LeaseDesk(
             LeaseTerms(
-                run=RUN, seed_key=bytes(32), max_new_tokens=4, most_groups=4, least_duration_s=1.0, most_duration_s=60.0
+                run=RUN,
+                seed_key=bytes(32),
+                max_new_tokens=world.new_tokens,
+                most_groups=4,
+                least_duration_s=1.0,
+                most_duration_s=60.0,
+                swap_mode=world.swap_mode,
             ),
             identity=world.learner,
             book=self.book,
@@ -370,7 +379,8 @@ class Life:
         )
         self.intake = Intake(
             IntakeTerms(
-                run=RUN, seed_key=bytes(32), vocabulary=VOCABULARY, stop_tokens=frozenset({STOP}), max_new_tokens=4
+                run=RUN, seed_key=bytes(32), vocabulary=VOCABULARY, stop_tokens=frozenset({STOP}),
+                max_new_tokens=world.new_tokens,
             ),
             book=self.book,
             nodes=self.registry,
@@ -492,6 +502,8 @@ class FakeNode:
         self.world = world
         self.identity = identity
         self.held = Head(version=0, step=0, root=bytes(32))
+        self.taken: list[Head] = []
+        """Every version that it has had."""
         self.spool: dict[bytes, bytes] = {}
         self.leases: list[Lease] = []
 
@@ -543,22 +555,28 @@ class FakeNode:
         known = self.world.versions.setdefault(head.version, head.root)
         assert known == head.root, "two versions have one number"
         self.held = head
+        self.taken.append(head)
 
     def generate(self, lease: Lease) -> None:
-        """Put a result for ``lease`` into the spool."""
-        tokens = np.array([1, 2, STOP], dtype="<u4")
+        """Put a result for ``lease`` into the spool: three tokens a sample, or what :meth:`_swap` makes of it."""
         result = Result(
             lease_id=lease.lease_id,
             samples=tuple(
-                SampleResult(
-                    index=sample.index, tokens=tokens.tobytes(), logprobs=np.full(3, -1.0, "<f4").tobytes(),
-                    finish="stop", segments=(Segment(first_token=0, root=lease.root),),
-                )
+                made_sample(sample.index, [(0, lease.root)] if lease.swap_mode == "drain" else self._swap(lease))
                 for sample in lease.samples
             ),
             engine="", generate_s=0.1,
         )  # fmt: skip
         self.spool[lease.lease_id] = seal(result.encode(), run=RUN, kind="result", identity=self.identity).encode()
+
+    def _swap(self, lease: Lease) -> list[tuple[int, bytes]]:
+        """Go through some of the versions that came after the lease, each somewhere in the completion."""
+        random, parts, drawn = self.world.random, [(0, lease.root)], 0
+        for head in self.taken:
+            if head.version > lease.version and random.random() < 0.7:
+                drawn = kept_tokens(random.randrange(drawn, self.world.new_tokens - 2))
+                parts = [part for part in parts if part[0] < drawn] + [(drawn, head.root)]
+        return parts
 
     async def submit(self, life: Life, lease_id: bytes) -> Receipt:
         """Send a result and get its receipt; the result stays in the spool."""
@@ -586,6 +604,15 @@ class FakeNode:
             return
         if self.world.random.random() < 0.9:  # else the answer is lost on its way, and it is sent again
             self.spool.pop(lease_id, None)
+
+
+def made_sample(index: int, parts: Sequence[tuple[int, bytes]]) -> SampleResult:
+    """A completion that ends two tokens behind its last segment; ``parts`` are (first token, root)."""
+    tokens = np.array([*[1] * parts[-1][0], 1, 2, STOP], dtype="<u4")
+    return SampleResult(
+        index=index, tokens=tokens.tobytes(), logprobs=np.full(len(tokens), -1.0, "<f4").tobytes(), finish="stop",
+        segments=tuple(Segment(first_token=first, root=root) for first, root in parts),
+    )  # fmt: skip
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,18 @@ def test_the_batch_changes_nothing_beyond_rounding(tiny, claims, batch):
     assert found.max() < 1e-3
 
 
+def test_a_piece_is_what_the_whole_is_there(tiny, claims):
+    """Behind the prompt and the tokens before it, with the noise of its own positions."""
+    pieces = [
+        Claim(prompt=np.append(c.prompt, c.completion[:5]), completion=c.completion[5:], seed=c.seed, first=5)
+        for c in claims
+    ]
+    assert (margins(tiny.fp32, pieces) == 0).all()
+    whole, found = recompute(tiny.fp32, claims), recompute(tiny.fp32, pieces)
+    for one, piece in zip(whole, found, strict=True):
+        np.testing.assert_allclose(piece.logprobs, one.logprobs[5:], atol=1e-3)
+
+
 def test_another_seed_position_prompt_or_model_shows(tiny, claims):
     wrong_seed = [Claim(prompt=c.prompt, completion=c.completion, seed=c.seed + 1000) for c in claims]
     shifted = [
