@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh_node.engine.backend import GroupRequest, SampleRequest
+from rollmesh_node.engine.backend import Backend, GroupRequest, Rollout, SampleRequest
 
 
 def group(
@@ -49,3 +49,17 @@ def random_groups(
         )
         for key, length in enumerate(prompts)
     ]
+
+
+def finish(backend: Backend) -> list[Rollout]:
+    """Step until nothing is in flight."""
+    rollouts = []
+    while backend.in_flight:
+        rollouts += backend.step()
+    return rollouts
+
+
+def generate(backend: Backend, requests: Sequence[GroupRequest]) -> list[Rollout]:
+    """Add the requests and step until nothing is in flight."""
+    backend.add(requests)
+    return finish(backend)
