@@ -89,7 +89,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self._seen
         return keys, values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the library's signature
         """Return (columns that are seen, offset), as the library asks."""
         return self._aim.window, 0
 
@@ -107,33 +107,33 @@ class RowCache(Cache):
 
     def __init__(self, *, layers: int, rows: int = 0, columns: int = 0) -> None:
         """The buffers come with the first keys and values; nothing is held before."""
-        self._parts = [RowLayer() for _ in range(layers)]
-        super().__init__(layers=list(self._parts))
+        self.parts = [RowLayer() for _ in range(layers)]
+        super().__init__(layers=list(self.parts))
         self.resize(rows=rows, columns=columns)
 
     @property
     def rows(self) -> int:
         """Rows that there is room for."""
-        return self._parts[0].size[0]
+        return self.parts[0].size[0]
 
     @property
     def columns(self) -> int:
         """Columns that there is room for."""
-        return self._parts[0].size[1]
+        return self.parts[0].size[1]
 
     @property
     def window(self) -> int:
         """Columns that the next pass sees."""
-        return self._parts[0].get_seq_length()
+        return self.parts[0].get_seq_length()
 
     @property
     def num_bytes(self) -> int:
         """Of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for part in self._parts for buffer in part.buffers)
+        return sum(buffer.numel() * buffer.element_size() for part in self.parts for buffer in part.buffers)
 
     def resize(self, *, rows: int, columns: int) -> None:
         """Make room for so much, a layer at a time; what fits stays."""
-        for part in self._parts:
+        for part in self.parts:
             part.resize(rows, columns)
 
     def aim(self, columns: Tensor) -> None:
@@ -142,7 +142,7 @@ class RowCache(Cache):
         No column of a row may come twice.
         """
         aim = Aim(columns, int(columns.max()) + 1)
-        for part in self._parts:
+        for part in self.parts:
             part.aim(aim)
 
     def copy(self, pairs: Sequence[tuple[int, int]], *, columns: int, source: RowCache | None = None) -> None:
@@ -151,5 +151,5 @@ class RowCache(Cache):
         No row may be both read and written.
         """
         rows, into = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-        for part, other in zip(self._parts, (source or self)._parts, strict=True):
+        for part, other in zip(self.parts, (source or self).parts, strict=True):
             part.copy(other, rows=rows, into=into, columns=columns)

@@ -1,7 +1,7 @@
 """One sample on its way through the engine, as numbers: what it began with, what was drawn, when it ends.
 
-Invariant: ``tokens`` and ``logprobs`` are what was drawn here, behind ``begun``; a row has ended at its first stop token
-or at its group's length, whichever comes first. No torch.
+Invariant: ``tokens`` and ``logprobs`` are what was drawn here, behind ``begun``; a row has ended at its first stop
+token or at its group's length, whichever comes first. No torch.
 
 Not here: where its keys and values are (:mod:`.decoding` and :mod:`.kv_cache`).
 """

@@ -1,8 +1,8 @@
 """Samples that wait for a row of the running decode, and which of them go next. No torch.
 
-Rows that are about equally long belong together: every step computes as many columns as the longest row has. Invariant:
-nobody starves. Each choice is led by the oldest work (by its shortest row, where much came at once), and what is nearest
-to it in length goes along; when the leader does not fit, nobody overtakes it.
+Rows that are about equally long belong together: every step computes as many columns as the longest row has.
+Invariant: nobody starves. Each choice is led by the oldest work (by its shortest row, where much came at once), and
+what is nearest to it in length goes along; when the leader does not fit, nobody overtakes it.
 """
 
 from __future__ import annotations

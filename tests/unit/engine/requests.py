@@ -10,6 +10,15 @@ import numpy as np
 from rollmesh_node.engine.backend import Backend, GroupRequest, Rollout, SampleRequest
 
 
+def drained(backend: Backend, requests: Sequence[GroupRequest]) -> list[Rollout]:
+    """All rollouts of ``requests``, as they end."""
+    backend.add(requests)
+    rollouts: list[Rollout] = []
+    while backend.in_flight:
+        rollouts += backend.step()
+    return rollouts
+
+
 def group(
     key: int,
     prompt: Sequence[int],
@@ -61,17 +70,3 @@ def with_begun(request: GroupRequest, begun: Sequence[Sequence[int]]) -> GroupRe
             for sample, tokens in zip(request.samples, begun, strict=True)
         ),
     )
-
-
-def finish(backend: Backend) -> list[Rollout]:
-    """Step until nothing is in flight."""
-    rollouts = []
-    while backend.in_flight:
-        rollouts += backend.step()
-    return rollouts
-
-
-def generate(backend: Backend, requests: Sequence[GroupRequest]) -> list[Rollout]:
-    """Add the requests and step until nothing is in flight."""
-    backend.add(requests)
-    return finish(backend)

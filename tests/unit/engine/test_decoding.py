@@ -1,4 +1,4 @@
-"""The continuous decode against the plainest possible one: every token recomputed alone, drawn with the numpy reference."""
+"""The continuous decode against the plainest one: each token recomputed alone, drawn with the numpy reference."""
 
 from __future__ import annotations
 
