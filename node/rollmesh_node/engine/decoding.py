@@ -136,16 +136,25 @@ class Decoder:
     def _fit(self) -> None:
         """Give the cache the size that the rows want, where it is too small or much too large."""
         rows = [(max(len(row.start), row.cached), row.longest) for row in self._live().values()]
-        places, held = len(self._rows), self._cache.rows
-        columns = _size(
-            self._cache.columns,
-            least=max(now for now, _ in rows),
-            wanted=max(min(now + FIRST_COLUMNS, longest) for now, longest in rows),
-        )
-        wanted = min(self._max_rows, int(places * GROWTH)) if held else places
-        size = (_size(held, least=places, wanted=wanted), columns)
-        if size != (held, self._cache.columns):
-            self._cache.resize(rows=size[0], columns=size[1])
+        wanted = max(min(now + FIRST_COLUMNS, longest) for now, longest in rows)
+        columns = _size(self._cache.columns, least=max(now for now, _ in rows), wanted=wanted)
+        self._resize(columns, least=wanted)
+
+    def _widen(self, columns: int, *, most: int) -> None:
+        held = self._cache.columns
+        if columns > held:
+            wanted = max(columns, min(most, int(held * GROWTH)))
+            self._resize(wanted, least=wanted)
+
+    def _resize(self, columns: int, *, least: int) -> None:
+        """Make room for so many columns, and for places to come; where memory does not allow that, for the least."""
+        places, held = len(self._rows), (self._cache.rows, self._cache.columns)
+        wanted = min(self._max_rows, int(places * GROWTH)) if held[0] else places
+        rows = _size(held[0], least=places, wanted=wanted)
+        if (rows, columns) != held and rows * columns > self._cells(self._cache.num_bytes):
+            rows, columns = places, least
+        if (rows, columns) != held:
+            self._cache.resize(rows=rows, columns=columns)
 
     def _step(self) -> list[Rollout]:
         """Feed every row's last token and draw its next one."""
@@ -165,11 +174,6 @@ class Decoder:
         self._stats.steps += 1
         self._stats.decode_s += time.perf_counter() - started
         return ended
-
-    def _widen(self, columns: int, *, most: int) -> None:
-        held = self._cache.columns
-        if columns > held:
-            self._cache.resize(rows=self._cache.rows, columns=max(columns, min(most, int(held * GROWTH))))
 
     def _drawn(self, logits: Tensor, rows: dict[int, Row]) -> list[Rollout]:
         """Draw a token for each of ``rows``, in the order of the logits; free the places of those that end."""

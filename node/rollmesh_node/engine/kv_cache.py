@@ -85,7 +85,11 @@ class RowLayer(CacheLayerMixin):
             self.aim(self._aim)
         assert self._lines is not None
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, self._lines, states.reshape(-1, states.shape[-1]))
+            flat, new = buffer.view(-1, buffer.shape[-1]), states.reshape(-1, states.shape[-1])
+            if flat.device.type == "mps":  # which has no index_copy_ in every version
+                flat[self._lines] = new
+            else:
+                flat.index_copy_(0, self._lines, new)
         keys, values = self._seen
         return keys, values
 
