@@ -96,10 +96,13 @@ class Decoder:
     def _join(self) -> Iterator[list[Rollout]]:
         """Prefill who may join; an item for each pass, with what has ended."""
         self._has_changed = False
-        live = self._live()
-        joining = self._place(self._chosen(list(live.values())))
-        if not joining:
+        chosen = self._chosen(list(self._live().values()))
+        if not chosen:
             return
+        if len(chosen) < self._rows.count(None):
+            self._close_gaps()
+        live = self._live()
+        joining = self._place(chosen)
         self._fit()
         tokens = prefill.piece_tokens(self._passes.device)
         for portion in prefill.portions(prefill.plan(joining, live), tokens=tokens):
@@ -159,7 +162,8 @@ class Decoder:
     def _step(self) -> list[Rollout]:
         """Feed every row's last token and draw its next one."""
         started = time.perf_counter()
-        self._close_gaps()
+        if self._rows.count(None) * FREE_SHARE >= len(self._rows):
+            self._close_gaps()
         live = self._live()
         columns = [row.cached if row else 0 for row in self._rows]
         self._widen(max(columns) + 1, most=max(row.longest for row in live.values()))
@@ -199,10 +203,8 @@ class Decoder:
             row.logprobs.append(logprob)
 
     def _close_gaps(self) -> None:
-        """Fill the gaps that dead rows left with rows from the end, where enough are dead."""
+        """Fill the gaps that dead rows left with rows from the end."""
         live = len(self._live())
-        if live == len(self._rows) or (len(self._rows) - live) * FREE_SHARE < len(self._rows):
-            return
         gaps = [place for place in range(live) if self._rows[place] is None]
         movers = [place for place in range(live, len(self._rows)) if self._rows[place] is not None]
         moves = list(zip(movers, gaps, strict=True))

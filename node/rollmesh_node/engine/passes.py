@@ -24,7 +24,7 @@ class Passes:
     """One model, as the decode uses it."""
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:  # noqa: A002 - torch's word
-        """With ``compile``, decode steps go through ``torch.compile``, which takes a minute at the first."""
+        """With ``compile``, decode steps go through ``torch.compile``."""
         self._model = model
         self._head = output_head(model)
         self._cache_name = cache_argument(model)

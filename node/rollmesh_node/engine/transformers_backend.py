@@ -44,7 +44,10 @@ class TransformersBackend:
         dtype: Arithmetic = "bfloat16",
         compile: bool = False,  # noqa: A002 - torch's word
     ) -> None:
-        """0 threads are torch's choice, 0 rows :data:`MAX_ROWS`; device 'auto' is CUDA or MPS where present."""
+        """0 threads are torch's choice, 0 rows :data:`MAX_ROWS`; device 'auto' is CUDA or MPS where present.
+
+        With ``compile`` decode steps are compiled, which wants a C++ compiler on a CPU and minutes at the first one.
+        """
         if threads:
             torch.set_num_threads(threads)
         self._max_rows = max_rows or MAX_ROWS
@@ -74,7 +77,7 @@ class TransformersBackend:
             weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype, device=self._device
         )
         self._layout = weights.layout
-        if packed_linear.is_useful(self._model):
+        if not self._compile and packed_linear.is_useful(self._model):  # the compiler takes no packed layout
             self._packed = packed_linear.install(self._model)
         self._decoder = self._make_decoder(self._model)
         self._loaded(started)
