@@ -9,8 +9,9 @@ Not here: the wire, and which change belongs to which attack (:mod:`.sampling`).
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from rollmesh_node.engine.backend import GroupRequest, SampleRequest, Stats
 from rollmesh_node.engine.decoding import Decoder
+from rollmesh_node.engine.passes import Passes
+from rollmesh_node.engine.rows import Row
 from rollmesh_peer.models.image import copy_image_into, weights_of
 from rollmesh_peer.models.margins import Claim, Recomputed, recompute
 from rollmesh_peer.models.sampling import draw, noise
@@ -155,13 +158,15 @@ class Forge:
             )
             for key, job in enumerate(batch)
         ]  # fmt: skip
-        decoder = BentDecoder(model, requests, orders=[job.order for job in batch])
-        for rollout in decoder.run():
-            job = batch[rollout.key]
-            seed = next(sample.seed for sample in job.order.samples if sample.index == rollout.index)
-            job.drawn.append(
-                Drawn(index=rollout.index, seed=seed, tokens=rollout.tokens.copy(), logprobs=rollout.logprobs)
-            )
+        decoder = BentDecoder(model, orders=[job.order for job in batch])
+        decoder.add(requests)
+        while decoder.in_flight:
+            for rollout in decoder.advance():
+                job = batch[rollout.key]
+                seed = next(sample.seed for sample in job.order.samples if sample.index == rollout.index)
+                job.drawn.append(
+                    Drawn(index=rollout.index, seed=seed, tokens=rollout.tokens.copy(), logprobs=rollout.logprobs)
+                )
 
     def _model(self, weights: Weights):
         """The one model in memory, holding ``weights``."""
@@ -182,14 +187,13 @@ class Forge:
 class BentDecoder(Decoder):
     """The node's decoder, but for how the token of a row is chosen."""
 
-    def __init__(self, model, groups, *, orders: list[Order]) -> None:
-        super().__init__(model, groups, stats=Stats())
+    def __init__(self, model, *, orders: list[Order]) -> None:
+        super().__init__(Passes(model), max_rows=MOST_ROWS, cells=lambda _held: sys.maxsize, stats=Stats())
         self._orders = orders
 
-    def _draw(self, logits: Tensor) -> None:
-        rows = self._live()
+    def _draw(self, logits: Tensor, rows: Sequence[Row]) -> None:
         orders = [self._orders[row.group.key] for row in rows]
-        positions = [len(row.tokens) for row in rows]
+        positions = [row.position for row in rows]
         seeds = [
             order.reseed(row.sample.seed, position) if order.reseed else row.sample.seed
             for row, order, position in zip(rows, orders, positions, strict=True)

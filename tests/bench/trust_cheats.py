@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
 from rollmesh_node.engine.decoding import Decoder
+from rollmesh_node.engine.rows import Row
 from rollmesh_peer.models.sampling import draw
 
 OF: Final = 4
@@ -29,19 +30,23 @@ Draws = Callable[[Tensor, list[int], list[int], list[frozenset[int]]], tuple[lis
 """(logits [B, V], seeds, positions, stop tokens of each row) -> tokens and log-probabilities."""
 
 
-def decoder_of(draws: Draws) -> type[Decoder]:
-    """The node's decoder, with other draws."""
+def bend(decoder: Decoder, draws: Callable[[], Draws | None]) -> Decoder:
+    """Make the node's decoder draw as ``draws`` says at the time, where it says anything; return it."""
+    honest = decoder._draw
 
-    class Cheat(Decoder):
-        def _draw(self, logits: Tensor) -> None:
-            rows = self._live()
-            seeds, positions = [row.sample.seed for row in rows], [len(row.tokens) for row in rows]
-            tokens, logprobs = draws(logits, seeds, positions, [row.group.stop for row in rows])
-            for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-                row.tokens.append(token)
-                row.logprobs.append(logprob)
+    def cheat(logits: Tensor, rows: Sequence[Row]) -> None:
+        chosen = draws()
+        if chosen is None:
+            honest(logits, rows)
+            return
+        seeds, positions = [row.sample.seed for row in rows], [row.position for row in rows]
+        tokens, logprobs = chosen(logits, seeds, positions, [row.group.stop for row in rows])
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
 
-    return Cheat
+    decoder._draw = cheat
+    return decoder
 
 
 def draws_of(cheat: str) -> Draws | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -110,10 +110,8 @@ class CheatBackend(TransformersBackend):
 
     draws: cheats.Draws | None = None
 
-    def _decoder_of(self, model, batch: Sequence[GroupRequest]):
-        if self.draws is None:
-            return super()._decoder_of(model, batch)
-        return cheats.decoder_of(self.draws)(model, batch, stats=self._stats)
+    def _make_decoder(self, model):
+        return cheats.bend(super()._make_decoder(model), lambda: self.draws)
 
     @property
     def model(self):

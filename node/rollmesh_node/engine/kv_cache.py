@@ -1,122 +1,159 @@
-"""The key/value cache of one decode batch: written in place, rows dropped by moving only the rows that fill the gaps.
+"""Keys and values of the rows of a decode: column t of a row is the token at position t of its own sequence.
 
-Invariant: live rows are ``0 .. rows-1`` and live columns ``0 .. length-1`` of every layer's buffers; the model sees
-views of them. (The library's own cache copies everything at every step, which costs more than the model itself once
+Invariants: a row's columns say nothing about other rows, so rows come, go and move without any shift of columns, and
+the cache is never wider than its longest row needs. All that a pass sees is finite from the start (a masked key weighs
+zero, and zero times NaN is NaN). A pass writes where :meth:`RowCache.aim` said, in place, and sees views of the first
+rows and columns. (The library's own cache copies everything at every step, which costs more than the model itself once
 completions are a thousand tokens long.)
 
-Not here: which key a query may see (the mask of :mod:`.decoding`).
+Not here: which key a query may see (the mask), and how many columns are worth having (:mod:`.decoding`).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH: Final = 1.5
-"""Buffers grow by this factor, so that a token is copied about twice in its life."""
+
+@dataclass(frozen=True)
+class Aim:
+    """Where the next pass writes, and what it sees."""
+
+    columns: Tensor
+    """int64 [rows, n] on the CPU: the column of each new token."""
+    window: int
+    """So many first columns are seen."""
+    _known: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def lines(self, buffer: Tensor) -> Tensor:
+        """Return the index of each new token's head in a buffer [rows, heads, columns, size] seen as [lines, size]."""
+        heads, columns = buffer.shape[1:3]
+        if (heads, columns) not in self._known:
+            rows = len(self.columns)
+            lines = torch.arange(rows * heads).reshape(rows, heads, 1) * columns + self.columns[:, None]
+            self._known[heads, columns] = lines.reshape(-1).to(buffer.device)
+        return self._known[heads, columns]
 
 
-class GrowingLayer(CacheLayerMixin):
+class RowLayer(CacheLayerMixin):
     """Keys and values of one layer: two buffers [rows, heads, columns, head size]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-        self.rows = 0
-        self._reserved = 0
-        self._buffers: tuple[Tensor, ...] = ()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buffers are, once there are any."""
-        return self._buffers[0].device
-
-    def reserve(self, columns: int) -> None:
-        """Make the next buffers at least so long."""
-        self._reserved = columns
+        self.size = (0, 0)
+        self.buffers: list[Tensor] = []
+        self._aim = Aim(torch.empty(0, 0, dtype=torch.int64), 0)
+        self._lines: Tensor | None = None
+        self._seen: tuple[Tensor, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers for the rows of the first keys and values."""
-        self.rows = key_states.shape[0]
-        self._buffers = tuple(_empty_like(states, columns=self._reserved) for states in (key_states, value_states))
+        """Allocate buffers for heads like these."""
+        rows, columns = self.size
+        self.buffers = [x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in (key_states, value_states)]
         self.is_initialized = True
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Make the buffers so large; what fits stays."""
+        self.size, self._seen = (rows, columns), ()
+        for index, old in enumerate(self.buffers):
+            new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+            new[: old.shape[0], :, : old.shape[2]] = old[:rows, :, :columns]
+            self.buffers[index] = new
+
+    def copy(self, other: RowLayer, *, rows: Tensor, into: Tensor, columns: int) -> None:
+        """Row ``into[i]`` gets the first columns of row ``rows[i]`` of ``other``."""
+        if not self.is_initialized:
+            self.lazy_initialization(*other.buffers)
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine[into, :, :columns] = theirs[rows, :, :columns]
+
+    def aim(self, aim: Aim) -> None:
+        """See :meth:`RowCache.aim`."""
+        self._aim = aim
+        if self.is_initialized:
+            self._lines = aim.lines(self.buffers[0])
+            self._seen = tuple(buffer[: len(aim.columns), :, : aim.window] for buffer in self.buffers)
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append columns to every live row and return views of all live keys and values."""
+        """Write the new tokens of every row, and return views of all that is seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self._grow(self.length)
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[: self.rows, :, start : self.length] = states
-        keys, values = (buffer[: self.rows, :, : self.length] for buffer in self._buffers)
+            self.aim(self._aim)
+        assert self._lines is not None
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            flat, new = buffer.view(-1, buffer.shape[-1]), states.reshape(-1, states.shape[-1])
+            if flat.device.type == "mps":  # which has no index_copy_ in every version
+                flat[self._lines] = new
+            else:
+                flat.index_copy_(0, self._lines, new)
+        keys, values = self._seen
         return keys, values
 
-    def take(self, rows: Tensor) -> None:
-        """Make new buffers whose row i is the old row ``rows[i]``; rows may repeat."""
-        taken = [buffer[rows, :, : self.length] for buffer in self._buffers]
-        self.rows = len(rows)
-        self._buffers = tuple(self._widened(part, columns=self._reserved) for part in taken)
-
-    def drop(self, moves: Tensor, *, rows: int) -> None:
-        """Copy row ``moves[0, i]`` over row ``moves[1, i]``, then keep the first ``rows`` rows."""
-        for buffer in self._buffers:
-            buffer[moves[1], :, : self.length] = buffer[moves[0], :, : self.length]
-        self.rows = rows
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (key length after this query, offset), as the library asks."""
-        return self.length + query_length, 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the library's signature
+        """Return (columns that are seen, offset), as the library asks."""
+        return self._aim.window, 0
 
     def get_seq_length(self) -> int:
-        """Return the live columns."""
-        return self.length
+        """Return the columns that are seen."""
+        return self._aim.window
 
     def get_max_length(self) -> int:
         """Return -1: no limit."""
         return -1
 
-    def _grow(self, columns: int) -> None:
-        held = self._buffers[0].shape[2]
-        if columns > held:
-            size = max(columns, int(held * GROWTH))
-            self._buffers = tuple(self._widened(buffer[: self.rows], columns=size) for buffer in self._buffers)
 
-    @staticmethod
-    def _widened(buffer: Tensor, *, columns: int) -> Tensor:
-        if buffer.shape[2] >= columns:
-            return buffer
-        wider = _empty_like(buffer, columns=columns)
-        wider[:, :, : buffer.shape[2]] = buffer
-        return wider
+class RowCache(Cache):
+    """One :class:`RowLayer` per layer of the model."""
 
+    def __init__(self, *, layers: int, rows: int = 0, columns: int = 0) -> None:
+        """The buffers come with the first keys and values; nothing is held before."""
+        self.parts = [RowLayer() for _ in range(layers)]
+        super().__init__(layers=list(self.parts))
+        self.resize(rows=rows, columns=columns)
 
-def _empty_like(states: Tensor, *, columns: int) -> Tensor:
-    rows, heads, length, size = states.shape
-    return states.new_empty(rows, heads, max(length, columns), size)
+    @property
+    def rows(self) -> int:
+        """Rows that there is room for."""
+        return self.parts[0].size[0]
 
+    @property
+    def columns(self) -> int:
+        """Columns that there is room for."""
+        return self.parts[0].size[1]
 
-class GrowingCache(Cache):
-    """One :class:`GrowingLayer` per layer of the model."""
+    @property
+    def window(self) -> int:
+        """Columns that the next pass sees."""
+        return self.parts[0].get_seq_length()
 
-    def __init__(self, *, layers: int) -> None:
-        self.growing = [GrowingLayer() for _ in range(layers)]
-        super().__init__(layers=list(self.growing))
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for part in self.parts for buffer in part.buffers)
 
-    def reserve(self, columns: int) -> None:
-        """Ask for room for so many columns at the next allocation."""
-        for layer in self.growing:
-            layer.reserve(columns)
+    def resize(self, *, rows: int, columns: int) -> None:
+        """Make room for so much, a layer at a time; what fits stays."""
+        for part in self.parts:
+            part.resize(rows, columns)
 
-    def take(self, rows: list[int]) -> None:
-        """Rearrange: row i becomes the old row ``rows[i]`` (repeats share a prefill among samples)."""
-        for layer in self.growing:
-            layer.take(torch.tensor(rows, device=layer.device))
+    def aim(self, columns: Tensor) -> None:
+        """Before a pass over the first rows: write to ``columns`` (int64 [rows, n], CPU), see up to the last of them.
 
-    def drop(self, moves: list[tuple[int, int]], *, rows: int) -> None:
-        """Move rows (from, to) into gaps, then keep the first ``rows`` rows."""
-        for layer in self.growing:
-            layer.drop(torch.tensor(moves, dtype=torch.int64, device=layer.device).reshape(-1, 2).T, rows=rows)
+        No column of a row may come twice.
+        """
+        aim = Aim(columns, int(columns.max()) + 1)
+        for part in self.parts:
+            part.aim(aim)
+
+    def copy(self, pairs: Sequence[tuple[int, int]], *, columns: int, source: RowCache | None = None) -> None:
+        """For each (from, to): row ``to`` gets the first ``columns`` of row ``from`` of ``source``, or of this cache.
+
+        No row may be both read and written.
+        """
+        rows, into = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+        for part, other in zip(self.parts, (source or self).parts, strict=True):
+            part.copy(other, rows=rows, into=into, columns=columns)

@@ -6,6 +6,7 @@ its free memory, everything fits.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ from rollmesh_protocol.errors import HostError
 RUNTIME_BYTES: Final = 512 * limits.MIB
 """Of the libraries and the activations of one decode step."""
 CACHE_SHARE: Final = 0.5
-"""Of the memory free after loading that one batch's cache may take; growing copies a layer at a time."""
+"""Of the memory free after loading that the cache may take; growing copies a layer at a time."""
 _MEMINFO: Final = Path("/proc/meminfo")
 _STATM: Final = Path("/proc/self/statm")
 
@@ -33,14 +34,17 @@ def require(weights_bytes: int, *, device: str) -> None:
         )
 
 
-def rows_that_fit(config: PretrainedConfig, columns: int, *, device: str) -> int:
-    """Return how many rows of ``columns`` cached tokens fit (bf16 keys and values of every layer)."""
+def cells_that_fit(config: PretrainedConfig, *, device: str, cell_bytes: int = 2, held_bytes: int = 0) -> int:
+    """Return how many tokens a cache may hold: keys and values of every layer, ``cell_bytes`` for each number.
+
+    What the cache holds already, ``held_bytes``, is counted as free: it would be given back.
+    """
     free = free_bytes(device=device)
     if free is None:
-        return limits.MAX_SAMPLES_PER_GROUP
+        return sys.maxsize
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * size
-    return int(free * CACHE_SHARE / (per_token * columns))
+    per_token = 2 * cell_bytes * config.num_hidden_layers * config.num_key_value_heads * size
+    return int((free + held_bytes) * CACHE_SHARE / per_token)
 
 
 def free_bytes(*, device: str) -> int | None:

@@ -3,14 +3,13 @@
 Invariant: the model in memory holds exactly the bits of the image named last (the reload check says so after every
 load and swap), or there is no model and ``add`` refuses.
 
-Not here: the decode loop (:mod:`.decoding`), processes (:mod:`.host`), who verified the image (the daemon).
+Not here: the decode (:mod:`.decoding`), processes (:mod:`.host`), who verified the image (the daemon).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,38 +19,45 @@ import transformers
 from transformers import PreTrainedModel
 
 from rollmesh_node.engine import memory, packed_linear
-from rollmesh_node.engine.backend import GroupRequest, Partial, Rollout, Stats, Weights
+from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, Stats, Weights
 from rollmesh_node.engine.decoding import Decoder
 from rollmesh_node.engine.packed_linear import PackedLinear
+from rollmesh_node.engine.passes import Passes
 from rollmesh_peer.models.image import check_reload, copy_image_into
 from rollmesh_peer.models.loader import Arithmetic, best_device, load_model
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.layout import Layout
 
 MAX_ROWS: Final = 64
-"""Rows of one decode batch; on a CPU more rows do not raise tokens/s any further."""
+"""Rows that are decoded side by side; on a CPU more rows do not raise tokens/s any further."""
 
 
 class TransformersBackend:
     """See :class:`.backend.Backend`."""
 
     def __init__(
-        self, *, threads: int = 0, max_rows: int = 0, device: str = "auto", dtype: Arithmetic = "bfloat16"
+        self,
+        *,
+        threads: int = 0,
+        max_rows: int = 0,
+        device: str = "auto",
+        dtype: Arithmetic = "bfloat16",
+        compile: bool = False,  # noqa: A002 - torch's word
     ) -> None:
-        """0 threads are torch's choice, 0 rows :data:`MAX_ROWS`; device 'auto' is CUDA or MPS where present."""
+        """0 threads are torch's choice, 0 rows :data:`MAX_ROWS`; device 'auto' is CUDA or MPS where present.
+
+        With ``compile`` decode steps are compiled, which wants a C++ compiler on a CPU and minutes at the first one.
+        """
         if threads:
             torch.set_num_threads(threads)
         self._max_rows = max_rows or MAX_ROWS
         self._device = best_device() if device == "auto" else device
         self._dtype = dtype
+        self._compile = compile
         self._model: PreTrainedModel | None = None
         self._layout: Layout | None = None
-        self._packed: list[PackedLinear] = []
-        self._waiting: list[GroupRequest] = []
-        self._batches_left: list[list[GroupRequest]] = []
         self._decoder: Decoder | None = None
-        self._decoding: Iterator[Rollout] = iter(())
-        self._in_flight = 0
+        self._packed: list[PackedLinear] = []
         self._stats = Stats(
             notes={
                 "device": self._device,
@@ -65,14 +71,15 @@ class TransformersBackend:
     def load(self, weights: Weights) -> None:
         """Build the model; see :meth:`.backend.Backend.load`."""
         started = time.perf_counter()
-        self._model, self._packed = None, []
+        self._model, self._decoder, self._packed = None, None, []
         memory.require(weights.layout.image_bytes * (2 if self._dtype == "float32" else 1), device=self._device)
         self._model = load_model(
             weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype, device=self._device
         )
         self._layout = weights.layout
-        if packed_linear.is_useful(self._model):
+        if not self._compile and packed_linear.is_useful(self._model):  # the compiler takes no packed layout
             self._packed = packed_linear.install(self._model)
+        self._decoder = self._make_decoder(self._model)
         self._loaded(started)
 
     def swap(self, image: Path) -> None:
@@ -81,6 +88,8 @@ class TransformersBackend:
         model, layout = self._model, self._layout
         if model is None or layout is None:
             raise ChildFailed("the engine has no weights to swap", code="child.weights")
+        if self.in_flight:
+            raise ChildFailed(f"{self.in_flight} samples are in flight under the old weights", code="child.request")
         self._model = None  # until the check has passed: half-copied weights must not generate
         copy_image_into(model, layout=layout, image=image)
         check_reload(model, layout=layout, image=image)
@@ -90,107 +99,58 @@ class TransformersBackend:
         self._loaded(started)
 
     def add(self, requests: Sequence[GroupRequest]) -> None:
-        """See :meth:`.backend.Backend.add`."""
-        if self._model is None:
+        """Queue every sample; see :meth:`.backend.Backend.add`."""
+        if self._model is None or self._decoder is None:
             raise ChildFailed("the engine has no weights", code="child.weights")
         for request in requests:
             _check(request, self._model)
-        for request in requests:
-            self._waiting += _begun_apart(request)
-            self._in_flight += len(request.samples)
+        self._decoder.add(requests)
 
     def step(self) -> list[Rollout]:
-        """Decode in batches of similar prompt length, one after the other; see :meth:`.backend.Backend.step`."""
-        while self._in_flight:
-            rollout = next(self._decoding, None)
-            if rollout is not None:
-                self._in_flight -= 1
-                return [rollout]
-            self._next_batch()
+        """Prefill and decode; see :meth:`.backend.Backend.step`."""
+        until = time.perf_counter() + STEP_S
+        while self._decoder is not None and self._decoder.in_flight:
+            ended = self._decoder.advance()
+            if ended or time.perf_counter() >= until:
+                return ended
         return []
 
     def drop(self) -> list[Partial]:
         """See :meth:`.backend.Backend.drop`."""
-        partials = self._decoder.partials() if self._decoder is not None else []
-        nothing = np.zeros(0, dtype=np.uint32)
-        partials += [
-            Partial(key=group.key, index=sample.index, tokens=nothing, logprobs=nothing.astype(np.float32))
-            for batch in (*self._batches_left, self._waiting)
-            for group in batch
-            for sample in group.samples
-        ]
-        self._waiting, self._batches_left, self._in_flight = [], [], 0
-        self._decoder, self._decoding = None, iter(())
-        return partials
+        return self._decoder.drop() if self._decoder else []
 
     @property
     def in_flight(self) -> int:
         """See :meth:`.backend.Backend.in_flight`."""
-        return self._in_flight
-
-    def _next_batch(self) -> None:
-        """Begin the next batch, of what has come meanwhile when the ones before are done."""
-        if self._model is None:
-            raise ChildFailed("the engine has no weights", code="child.weights")
-        if not self._batches_left:
-            self._batches_left, self._waiting = list(self._batches(self._waiting)), []
-        self._decoder = self._decoder_of(self._model, self._batches_left.pop(0))
-        self._decoding = self._decoder.run()
-
-    def _decoder_of(self, model: PreTrainedModel, batch: Sequence[GroupRequest]) -> Decoder:
-        return Decoder(model, batch, stats=self._stats)
+        return self._decoder.in_flight if self._decoder else 0
 
     def stats(self) -> Stats:
         """See :meth:`.backend.Backend.stats`."""
         self._stats.memory_bytes = memory.resident_bytes()
         return self._stats
 
-    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
-        """Yield groups, shortest prompts first, split so that rows and their cache fit."""
-        assert self._model is not None
-        batch: list[GroupRequest] = []
-        rows = 0
-        for request in sorted(requests, key=lambda request: len(request.prompt)):
-            columns = len(request.prompt) + request.max_new_tokens
-            room = max(1, min(self._max_rows, memory.rows_that_fit(self._model.config, columns, device=self._device)))
-            samples = request.samples
-            while samples:
-                if rows >= room:
-                    yield batch
-                    batch, rows = [], 0
-                taken, samples = samples[: room - rows], samples[room - rows :]
-                batch.append(replace(request, samples=taken))
-                rows += len(taken)
-        if batch:
-            yield batch
+    def _make_decoder(self, model: PreTrainedModel) -> Decoder:
+        def cells(held_bytes: int) -> int:
+            size = model.dtype.itemsize
+            return memory.cells_that_fit(model.config, device=self._device, cell_bytes=size, held_bytes=held_bytes)
+
+        passes = Passes(model, compile=self._compile)
+        return Decoder(passes, max_rows=self._max_rows, cells=cells, stats=self._stats)
 
     def _loaded(self, started: float) -> None:
         self._stats.loads += 1
         self._stats.load_s = time.perf_counter() - started
 
 
-def _begun_apart(request: GroupRequest) -> list[GroupRequest]:
-    """The request with the samples that are begun as requests of their own, whose prompt ends with what is drawn."""
-    begun = [sample for sample in request.samples if len(sample.begun)]
-    fresh = tuple(sample for sample in request.samples if not len(sample.begun))
-    return [
-        *([replace(request, samples=fresh)] if fresh else []),
-        *(
-            replace(
-                request,
-                prompt=np.concatenate([request.prompt, sample.begun]),
-                samples=(sample,),
-                max_new_tokens=request.max_new_tokens - len(sample.begun),
-            )
-            for sample in begun
-        ),
-    ]
-
-
 def _check(request: GroupRequest, model: PreTrainedModel) -> None:
     """Refuse what the model cannot do, before anything is computed."""
     vocabulary, longest = model.config.vocab_size, model.config.max_position_embeddings
-    if int(request.prompt.max()) >= vocabulary:
+    if not len(request.prompt):
+        raise ChildFailed("a prompt is empty", code="child.request")
+    if any(len(sample.begun) >= request.max_new_tokens for sample in request.samples):
+        raise ChildFailed(f"a sample has begun and has no token of {request.max_new_tokens} left", code="child.request")
+    given = [request.prompt, *(sample.begun for sample in request.samples)]
+    if int(np.concatenate(given).max()) >= vocabulary:
         raise ChildFailed(f"a prompt has a token id beyond the vocabulary of {vocabulary}", code="child.request")
     if len(request.prompt) + request.max_new_tokens > longest:
         raise ChildFailed(

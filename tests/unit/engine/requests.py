@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -58,3 +59,14 @@ def random_groups(
         )
         for key, length in enumerate(prompts)
     ]
+
+
+def with_begun(request: GroupRequest, begun: Sequence[Sequence[int]]) -> GroupRequest:
+    """The same group, of whose samples these tokens are drawn already."""
+    return replace(
+        request,
+        samples=tuple(
+            replace(sample, begun=np.array(tokens, dtype=np.uint32))
+            for sample, tokens in zip(request.samples, begun, strict=True)
+        ),
+    )
