@@ -191,6 +191,7 @@ class Generator:
         level = logging.DEBUG if self._has_loaded else logging.INFO  # the first load is news, a swap is every minute's
         event(_log, "the engine holds the weights", level=level, version=view.version, load_s=took_s)
         self._has_loaded = True
+        self._desk.loaded(view.version, view.root)
         self._feed(Loaded(root=view.root))
 
     def _model(self) -> dict[str, object]:

@@ -7,6 +7,7 @@ crash. Not here: who sends it (``submitting``).
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 
 import trio
@@ -22,7 +23,7 @@ from rollmesh_protocol.errors import HostError, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import RunCard
-from rollmesh_protocol.rollout import Result, SampleResult, Segment, check_result
+from rollmesh_protocol.rollout import Result, SampleResult, Segment, Swap, check_result
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,12 @@ class ResultDesk:
         self._identity = identity
         self._spool = spool
         self._journal = journal
+        self._loaded: deque[Swap] = deque(maxlen=limits.MAX_SEGMENTS)
+
+    def loaded(self, version: int, root: bytes) -> None:
+        """The engine holds these weights from now on: what it draws may name them."""
+        if not self._loaded or self._loaded[-1] != (version, root):
+            self._loaded.append((version, root))
 
     async def finish(self, lease: Lease, rollouts: Mapping[int, Completion], *, engine: str, took_s: float) -> bool:
         """Keep the result of a lease whose samples are all there, by index; False when it is not fit to be sent."""
@@ -45,10 +52,11 @@ class ResultDesk:
             engine=engine,
             generate_s=min(took_s, limits.MAX_LEASE_S),
         )
-        if _is_of_one_root(result, lease):  # a selfcheck knows no other
-            self._journal.made(lease, result)
+        self._journal.made(lease, result)
         try:
-            self._check(result, lease)
+            check_result(
+                result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop, swaps=tuple(self._loaded)
+            )
             body = result.encode()
             if len(body) > limits.RESULT_BYTES:
                 raise Refused("request.too_large", f"a result of {len(body)} bytes")
@@ -60,18 +68,6 @@ class ResultDesk:
             self._journal.answered(lease.lease_id, code=error.code, detail=error.detail, by="node")
             return False
         return True
-
-    def _check(self, result: Result, lease: Lease) -> None:
-        """Hold a result against its lease, as the learner will. Raises ``Refused``."""
-        if lease.swap_mode == "recompute":  # its segments are the host's own account; everything else is checked
-            whole = (Segment(first_token=0, root=lease.root),)
-            samples = tuple(sample.model_copy(update={"segments": whole}) for sample in result.samples)
-            result = result.model_copy(update={"samples": samples})
-        check_result(result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop)
-
-
-def _is_of_one_root(result: Result, lease: Lease) -> bool:
-    return all(sample.segments == (Segment(first_token=0, root=lease.root),) for sample in result.samples)
 
 
 def sample_result(done: Completion) -> SampleResult:
