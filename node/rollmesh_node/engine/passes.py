@@ -1,7 +1,8 @@
 """Passes of the model over a :class:`.kv_cache.RowCache`: new tokens in, last hidden states and logits out.
 
 Invariant: a token at column c of its row has position c, and sees the columns up to c of that row, whatever else is
-there. Decode steps (one token a row) may run compiled; the rest never does.
+there. Decode steps (one token a row) may run compiled, until the compiler fails: a pass writes the same columns when it
+is made again, so nothing is lost. The rest never is.
 
 Not here: what is fed, and when (:mod:`.prefill`, :mod:`.decoding`).
 """
@@ -28,8 +29,9 @@ class Passes:
         self._model = model
         self._head = output_head(model)
         self._cache_name = cache_argument(model)
-        self._prefill: Callable[..., Any] = model.base_model
-        self._decode = torch.compile(model.base_model, dynamic=True) if compile else self._prefill
+        self._compiled: Callable[..., Any] | None = torch.compile(model.base_model, dynamic=True) if compile else None
+        self.compiled = "yes" if compile else "no"
+        """Whether decode steps are compiled, or why not, for a person."""
 
     @property
     def device(self) -> torch.device:
@@ -50,14 +52,23 @@ class Passes:
         positions = columns.to(self.device)
         alike = positions[:1] if bool((columns == columns[:1]).all()) else positions  # one mask for all rows
         visible = torch.arange(cache.window, device=self.device) <= alike[:, None, :, None]
-        forward = self._decode if ids.shape[1] == 1 else self._prefill
-        states: Tensor = forward(
-            input_ids=ids.to(self.device),
-            position_ids=positions,
-            attention_mask=additive_mask(visible, dtype=self._model.dtype),
-            use_cache=True,
-            **{self._cache_name: cache},
-        ).last_hidden_state
+        given = {
+            "input_ids": ids.to(self.device),
+            "position_ids": positions,
+            "attention_mask": additive_mask(visible, dtype=self._model.dtype),
+            "use_cache": True,
+            self._cache_name: cache,
+        }
+        if self._compiled is not None and ids.shape[1] == 1:
+            try:
+                return self._states(self._compiled, given)
+            except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001 - its name
+                self._compiled, self.compiled = None, f"failed: {' '.join(str(error).split())[:200]}"
+        return self._states(self._model.base_model, given)
+
+    @staticmethod
+    def _states(forward: Callable[..., Any], given: dict[str, object]) -> Tensor:
+        states: Tensor = forward(**given).last_hidden_state
         return states
 
     def logits(self, states: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class TransformersBackend:
         self._compile = compile
         self._model: PreTrainedModel | None = None
         self._layout: Layout | None = None
+        self._passes: Passes | None = None
         self._decoder: Decoder | None = None
         self._packed: list[PackedLinear] = []
         self._stats = Stats(
@@ -127,6 +128,8 @@ class TransformersBackend:
     def stats(self) -> Stats:
         """See :meth:`.backend.Backend.stats`."""
         self._stats.memory_bytes = memory.resident_bytes()
+        if self._passes:
+            self._stats.notes["compiled"] = self._passes.compiled
         return self._stats
 
     def _make_decoder(self, model: PreTrainedModel) -> Decoder:
@@ -134,8 +137,8 @@ class TransformersBackend:
             size = model.dtype.itemsize
             return memory.cells_that_fit(model.config, device=self._device, cell_bytes=size, held_bytes=held_bytes)
 
-        passes = Passes(model, compile=self._compile)
-        return Decoder(passes, max_rows=self._max_rows, cells=cells, stats=self._stats)
+        self._passes = Passes(model, compile=self._compile)
+        return Decoder(self._passes, max_rows=self._max_rows, cells=cells, stats=self._stats)
 
     def _loaded(self, started: float) -> None:
         self._stats.loads += 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from rollmesh_node.engine import decoding, prefill
 from rollmesh_node.engine.backend import Stats
@@ -248,6 +249,21 @@ def test_a_drop_in_the_middle_of_a_prefill_leaves_nothing(tiny, monkeypatch):
     decoder.advance()
     assert [len(partial.tokens) for partial in decoder.drop()] == [0] * 6
     check(tiny.fp32, decoder, random_groups(4, prompts=[12], samples=2))
+
+
+def test_where_the_compiler_fails_the_same_is_computed_without_it(tiny, monkeypatch):
+    def fail(model, **_options):
+        def forward(**given):
+            model(**given)  # it wrote to the cache before it failed
+            raise TorchDynamoException("no C++ compiler")
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", fail)
+    passes = Passes(tiny.fp32, compile=True)
+    decoder = Decoder(passes, max_rows=4, cells=lambda _held: PLENTY, stats=Stats())
+    check(tiny.fp32, decoder, random_groups(1, prompts=[20, 3], samples=2))
+    assert passes.compiled == "failed: no C++ compiler"
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
