@@ -54,6 +54,10 @@ class EngineSetting:
     is_model: bool
     """False for the scripted engine, which needs neither memory nor a model."""
     load: Mapping[str, object]
+    why: str = ""
+    """Why this backend, and these GPUs: one sentence for the status."""
+    name: str = ""
+    """Which of several engines, as in "GPU 1"; empty where there is one."""
 
 
 @dataclass(kw_only=True)
