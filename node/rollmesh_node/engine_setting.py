@@ -119,7 +119,7 @@ def _on_gpus(setting: EngineSetting, gpus: tuple[int, ...], *, label: bool) -> E
         setting,
         spec=replace(setting.spec, environment=environment),
         name=name,
-        load={**setting.load, "tensor_parallel": len(gpus)},
+        load={**setting.load, "gpus": list(gpus)},
     )
 
 

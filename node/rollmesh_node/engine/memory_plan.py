@@ -5,7 +5,8 @@ with every number in one sentence. The alternative is a kill by the kernel that 
 is free is measured elsewhere (``engine.memory`` in the child, ``gpus`` in the daemon).
 
     weights   the image, twice as much in float32; on the GPUs of one tensor-parallel engine a share each
-    cache     keys and values of every layer, for every token of a row
+    cache     keys and values of every layer, for every token of a row; one row of the longest kind must fit, the others
+              are counted at their usual length, as a backend keeps its cache within what is free
     step      logits and noise of one decode step, float32, for every row
     runtime   the libraries, a CUDA context, the activations of a prefill
 """
@@ -29,6 +30,8 @@ CACHE_ITEM_BYTES: Final = 2
 """Of a key or value, bfloat16."""
 GROWTH: Final = 1.25
 """A cache that grows holds an old and a new buffer of one layer for a moment, and grows ahead of its need."""
+USUAL_SHARE: Final = 0.5
+"""Of the longest rollout's tokens that the rows of a full engine hold in the mean: they begin one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Need:
     runtime_bytes: int
     row_bytes: int
     """Cache and step of one rollout of the longest kind."""
+    usual_row_bytes: int
+    """The same of the mean rollout in flight."""
     columns: int
     """Tokens of that rollout, its prompt included."""
 
@@ -64,9 +69,8 @@ class MemoryPlan:
     """Rows that fit beside each other, and the bytes that all of it comes to."""
 
     rows: int
-    bytes_in_use: int
     cache_bytes: int
-    """Of ``rows`` rows."""
+    """What is left for the cache beside weights and runtime; ``rows`` rows need no more than that."""
     free_bytes: int
 
 
@@ -106,11 +110,13 @@ def need_of(
     """
     wide = 2 if dtype == "float32" else 1
     kv_heads = max(1, -(-shape.kv_heads // parts))
-    token_bytes = shape.cache_token_bytes * kv_heads // shape.kv_heads * wide
+    cache_bytes = int(GROWTH * (shape.cache_token_bytes * kv_heads // shape.kv_heads * wide) * columns)
+    step_bytes = STEP_COPIES * 4 * shape.vocabulary
     return Need(
         weights_bytes=-(-image_bytes * wide // parts),
         runtime_bytes=GPU_RUNTIME_BYTES if on_gpu else CPU_RUNTIME_BYTES,
-        row_bytes=int(GROWTH * token_bytes * columns) + STEP_COPIES * 4 * shape.vocabulary,
+        row_bytes=cache_bytes + step_bytes,
+        usual_row_bytes=int(cache_bytes * USUAL_SHARE) + step_bytes,
         columns=columns,
     )
 
@@ -129,20 +135,16 @@ def plan_memory(need: Need, *, device: str, free_bytes: int | None, rows: int) -
     """
     fixed = need.weights_bytes + need.runtime_bytes
     if free_bytes is None:
-        free_bytes = fixed + rows * need.row_bytes
-    fitting = min(rows, (free_bytes - fixed) // need.row_bytes)
-    if fitting < 1:
+        free_bytes = fixed + need.row_bytes + rows * need.usual_row_bytes
+    room = free_bytes - fixed
+    if room < need.row_bytes:
         raise HostError(
             f"out of memory: the engine needs {gb(need.weights_bytes)} for the weights + {gb(need.row_bytes)} for the "
             f"key/value cache of one rollout of {need.columns:,} tokens + {gb(need.runtime_bytes)} to run, and "
             f"{gb(free_bytes)} are free for it on {device}: close other programs, or take a run with a smaller model"
         )
-    return MemoryPlan(
-        rows=fitting,
-        bytes_in_use=fixed + fitting * need.row_bytes,
-        cache_bytes=fitting * need.row_bytes,
-        free_bytes=free_bytes,
-    )
+    fitting = 1 + (room - need.row_bytes) // need.usual_row_bytes
+    return MemoryPlan(rows=min(rows, fitting), cache_bytes=room, free_bytes=free_bytes)
 
 
 def gb(num_bytes: int) -> str:

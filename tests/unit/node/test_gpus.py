@@ -29,7 +29,13 @@ def gpu(index: int, gigabytes: float, name: str = "card") -> Gpu:
 
 def need_for(total_gb: float, *, run_gb: float = 1.0):
     def need(parts: int) -> Need:
-        return Need(weights_bytes=int(total_gb * GIB / parts), runtime_bytes=int(run_gb * GIB), row_bytes=1, columns=1)
+        return Need(
+            weights_bytes=int(total_gb * GIB / parts),
+            runtime_bytes=int(run_gb * GIB),
+            row_bytes=1,
+            usual_row_bytes=1,
+            columns=1,
+        )
 
     return need
 

@@ -38,12 +38,13 @@ def test_the_shape_follows_the_defaults_of_the_model_library() -> None:
 def test_rows_grow_with_the_memory_up_to_what_is_asked() -> None:
     need = need_of(model_shape(LLAMA_8B), image_bytes=IMAGE_8B, columns=2048, on_gpu=True)
     assert need.weights_bytes == IMAGE_8B and need.runtime_bytes == GPU_RUNTIME_BYTES
-    fixed = need.weights_bytes + need.runtime_bytes
+    least = need.weights_bytes + need.runtime_bytes + need.row_bytes
     for rows in (1, 7, 64):
-        plan = plan_memory(need, device="cuda:0", free_bytes=fixed + rows * need.row_bytes, rows=64)
-        assert plan.rows == rows
-        assert plan.bytes_in_use == plan.free_bytes and plan.cache_bytes == rows * need.row_bytes
-        assert plan_memory(need, device="cuda:0", free_bytes=fixed + rows * need.row_bytes + 1, rows=64).rows == rows
+        free = least + (rows - 1) * need.usual_row_bytes
+        plan = plan_memory(need, device="cuda:0", free_bytes=free, rows=64)
+        assert plan.rows == rows and plan.free_bytes == free
+        assert plan.cache_bytes == need.row_bytes + (rows - 1) * need.usual_row_bytes
+        assert plan_memory(need, device="cuda:0", free_bytes=free + 1, rows=64).rows == rows
     assert plan_memory(need, device="cuda:0", free_bytes=200 * GIB, rows=64).rows == 64
     assert plan_memory(need, device="mps", free_bytes=None, rows=64).rows == 64
 
