@@ -21,8 +21,8 @@ from typing import Final
 import trio
 
 from rollmesh_node.base_model import adopt_base_model
+from rollmesh_node.capacity import AHEAD, Capacity
 from rollmesh_node.config import NodeConfig
-from rollmesh_node.decisions import Capacity
 from rollmesh_node.engine_setting import choose_engine
 from rollmesh_node.generator import EngineSetting, Generator
 from rollmesh_node.introduction import Introduction, own_limits
@@ -276,11 +276,11 @@ class _Node:
             sending.cancel_scope.cancel()
 
     def _capacity(self, card: RunCard) -> Capacity:
-        """Half of the groups in hand fill a batch, so that the other half can wait while it runs."""
+        """Of the groups in hand as many are in the engine as leave room for those that wait for a place."""
         groups = self._config.limits.groups_at_once
         size_of_group = card.limits.samples_per_group
         return Capacity(
-            batch_samples=min(self._config.engine.max_batch_samples, size_of_group * max(1, groups // 2)),
+            batch_samples=min(self._config.engine.max_batch_samples, size_of_group * max(1, int(groups / AHEAD))),
             groups=groups,
             group_samples=size_of_group,
         )

@@ -1,12 +1,15 @@
 """What a worker does next, as a pure function: ``advance(state, event, now) -> (state, actions)``.
 
-A worker holds leases, an engine that generates one batch at a time, and weights that change underneath. The rules:
+A worker holds leases, an engine that generates all the time, and weights that change underneath. The rules:
 
-- The engine starts a batch only of leases whose root is both the one it has loaded and the newest one verified.
-- New weights let the running batch finish (drain), are loaded next, and send leases of older roots back.
-- While a batch runs, the leases of the next one are asked for, so that the engine never waits for the network; never
-  more than can be finished within a lease's duration at the measured speed.
-- The engine begins the next batch while the last results are still being signed and written.
+- A lease enters the engine while that generates with the lease's root, which is also the newest one verified, and has
+  fewer samples in flight than it takes side by side. There are no batches: places are filled as they become free.
+- New weights let the engine finish what it has (drain), or hold it, where every lease in it allows that its weights
+  change on the way (recompute); they are loaded when it rests, and the engine generates on. Leases of older roots that
+  are not in the engine go back.
+- Leases are asked for ahead, so that the engine never waits for the network; never more than can be finished within a
+  lease's duration at the measured speed (``capacity``).
+- The engine goes on while results are being signed and written.
 - Every lease taken ends in one of three ways: :class:`LeaseDone`, :class:`GiveBack`, or the death of the process.
 - A learner that says "wait" is obeyed, one that hands out useless leases is asked ever less often.
 
@@ -16,120 +19,54 @@ Nothing here does I/O or reads a clock; times are seconds of the caller's monoto
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
 
+from rollmesh_node.capacity import wanted_groups
 from rollmesh_node.events import (
+    Abandon,
     Accepted,
     Action,
+    Add,
     Answered,
     Ask,
-    BatchEnded,
-    CancelBatch,
+    Drew,
     EngineDown,
+    EngineRests,
     EngineUp,
     Event,
+    Finish,
     Generate,
     GiveBack,
     Held,
+    Hold,
     LeaseDone,
-    LeaseMade,
     LeaseSpoiled,
     Load,
     Loaded,
     NotAnswered,
+    SampleMade,
     StopAsked,
     Stopped,
     Ticked,
     Verified,
 )
+from rollmesh_node.in_hand import Running, State, Taken
 from rollmesh_protocol import limits
-from rollmesh_protocol.lease import Lease
 
 ASK_PAUSE_S: Final = 0.5
 """Least time between two requests that brought nothing."""
-NEWER_WEIGHTS_SHARE: Final = 0.25
-"""A lease for weights that are still on their way is kept for this share of its duration, then given back."""
-SAFE_SHARE: Final = 0.8
-"""Share of a lease's duration into which its generation must fit by our own measure."""
-SMOOTHING: Final = 0.3
-"""Weight of the newest batch in the mean of generation times."""
 MOST_DOUBLINGS: Final = 30
 """Exponents beyond this only overflow."""
-FIRST_BATCH_S: Final = 10.0
-"""Expected duration of a batch before any has been timed."""
 
-Activity = Literal["down", "idle", "loading", "generating"]
-
-
-# --- state -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """What the engine and its owner allow: samples side by side, groups in hand, and the run's group size."""
-
-    batch_samples: int
-    groups: int
-    group_samples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """A lease in hand, and when it came."""
-
-    lease: Lease
-    at: float
-
-    def is_expired(self, now: float) -> bool:
-        """True when its duration is over."""
-        return now >= self.at + self.lease.duration_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything that the decisions rest on."""
-
-    capacity: Capacity
-    activity: Activity = "down"
-    loaded: bytes | None = None
-    verified: bytes | None = None
-    version: int = 0
-    queue: tuple[Taken, ...] = ()
-    batch: tuple[Taken, ...] = ()
-    """Leases in the engine that are not made."""
-    finishing: tuple[Taken, ...] = ()
-    """Leases whose results are being signed and written."""
-    batch_at: float = 0.0
-    batch_fill: float = 0.0
-    """Share of ``capacity.batch_samples`` that the running batch fills."""
-    batch_s: float | None = None
-    """Mean duration of a batch; None before the first."""
-    tokens_per_s: float = 0.0
-    duration_s: float = limits.MAX_LEASE_S
-    """Of the lease that came last."""
-    asking: bool = False
-    asked_at: float = -math.inf
-    asked_groups: int = 0
-    """Of the last request; 0 was a sign of life."""
-    ask_after: float = -math.inf
-    useless: int = 0
-    """Answers in a row that held only leases of no use."""
-    wait_why: str = ""
-    held_why: str = ""
-    draining: bool = False
-    engine_why: str = "the engine is starting"
-    stop_at: float | None = None
-    """When the running batch is cut off; set once stopping."""
-    stopped: bool = False
-
-    @property
-    def leases_open(self) -> int:
-        """Leases in hand."""
-        return len(self.queue) + len(self.batch) + len(self.finishing)
+_T = TypeVar("_T", bound=Taken)
 
 
 def advance(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
     """The state after ``event`` at ``now``, and what to do about it, in order."""
-    state, first = _absorb(state, event, now)
+    pace = state.pace.until(now, in_flight=state.in_flight if state.is_generating else 0)
+    state, first = _absorb(replace(state, pace=pace), event, now)
     if state.stop_at is not None:
         state, then = _proceed_to_stop(state, now)
         return state, (*first, *then)
@@ -145,33 +82,11 @@ def next_tick(state: State) -> float:
     times = [] if state.asking else [state.asked_at + limits.HEARTBEAT_S]
     if not state.asking and _wanted_groups(state):
         times.append(state.ask_after)
-    times += [taken.at + taken.lease.duration_s for taken in state.queue]
-    times += [_patience_until(taken) for taken in state.queue if taken.lease.root != state.verified]
+    times += [taken.until for taken in state.queue]
+    times += [taken.patience_until for taken in state.queue if taken.lease.root != state.verified]
     if state.stop_at is not None:
         times.append(state.stop_at)
     return min(times, default=math.inf)
-
-
-def waiting_for(state: State, now: float) -> str:
-    """One sentence on what keeps the engine from generating; empty while it generates."""
-    if state.stop_at is not None:
-        return "the last batch before stopping" if state.batch or state.finishing else "nothing: stopping"
-    if state.activity == "generating":
-        return ""
-    if state.activity == "down":
-        return state.engine_why
-    if state.activity == "loading":
-        return f"the engine to load version {state.version}"
-    if state.verified is None:
-        return "weights"
-    if state.held_why:
-        return state.held_why
-    if state.queue:
-        return f"the weights of version {state.queue[0].lease.version}"
-    if state.wait_why:
-        left = state.ask_after - now
-        return f"{state.wait_why} (asks again in {left:.0f} s)" if left >= 1 else state.wait_why
-    return "leases"
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -189,36 +104,34 @@ def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action
         case Loaded(root=root):
             # A load that ends after its engine has died says nothing about the next engine.
             return (replace(state, activity="idle", loaded=root) if state.activity == "loading" else state), ()
-        case LeaseMade(lease_id=lease_id):
-            made, rest = _split(state.batch, lease_id)
-            return replace(state, batch=rest, finishing=state.finishing + made), ()
+        case Drew(tokens=tokens):
+            return replace(state, pace=state.pace.drew(tokens)), ()
+        case SampleMade(lease_id=lease_id):
+            return _note_sample(state, lease_id), ()
         case LeaseDone(lease_id=lease_id):
             return replace(state, finishing=_split(state.finishing, lease_id)[1], useless=0), ()
         case LeaseSpoiled(lease_id=lease_id):
-            spoiled, rest = _split(state.finishing, lease_id)
-            return _back_off(replace(state, finishing=rest), now), _give_back(spoiled, "node.engine")
-        case BatchEnded(tokens=tokens):
-            return _end_batch(state, now, tokens=tokens)
+            return _spoil(state, lease_id, now)
+        case EngineRests():
+            return _rest(state, now)
         case EngineDown(why=why):
-            lost = (*state.batch, *state.queue)
-            down = replace(state, activity="down", loaded=None, batch=(), queue=(), engine_why=why)
+            lost = (*state.running, *state.queue)
+            down = replace(state, activity="down", loaded=None, running=(), queue=(), engine_why=why)
             return down, _give_back(lost, "node.engine")
         case Held(why=why, drain=drain):
             return replace(state, held_why=why, draining=drain), ()
-        case StopAsked(grace_s=grace_s):
-            if state.stop_at is not None:
-                return state, ()
+        case StopAsked(grace_s=grace_s) if state.stop_at is None:
             return _begin_stop(state, now, grace_s=grace_s)
-        case Accepted() | Ticked():
+        case StopAsked() | Accepted() | Ticked():
             return state, ()
 
 
 def _take(state: State, answer: Answered, now: float) -> tuple[State, tuple[Action, ...]]:
     """Take what was offered, but never more than there is room for, whatever the learner sends."""
-    known = {taken.lease.lease_id for taken in (*state.queue, *state.batch, *state.finishing)}
+    known = {taken.lease.lease_id for taken in (*state.queue, *state.running, *state.finishing)}
     offered = {lease.lease_id: lease for lease in answer.leases}
     new = [Taken(lease=lease, at=now) for lease_id, lease in offered.items() if lease_id not in known]
-    room = max(0, state.capacity.groups - len(state.queue) - len(state.batch))
+    room = max(0, state.capacity.groups - len(state.queue) - len(state.running))
     fresh, excess = tuple(new[:room]), new[room:]
     if fresh:
         state = replace(state, queue=state.queue + fresh, duration_s=fresh[-1].lease.duration_s)
@@ -244,53 +157,86 @@ def _back_off(state: State, now: float) -> State:
     return replace(state, useless=useless, ask_after=max(state.ask_after, now + pause_s))
 
 
-def _end_batch(state: State, now: float, *, tokens: int) -> tuple[State, tuple[Action, ...]]:
-    if state.activity != "generating":
+def _note_sample(state: State, lease_id: bytes) -> State:
+    found, rest = _split(state.running, lease_id)
+    if not found:
+        return state
+    (lease,) = found
+    if lease.left > 1:
+        less = replace(lease, left=lease.left - 1)
+        return replace(state, running=tuple(less if one is lease else one for one in state.running))
+    return replace(state, running=rest, finishing=(*state.finishing, lease), pace=state.pace.made(lease.since))
+
+
+def _spoil(state: State, lease_id: bytes, now: float) -> tuple[State, tuple[Action, ...]]:
+    spoiled, finishing = _split(state.finishing, lease_id)
+    refused, running = _split(state.running, lease_id)
+    state = replace(state, finishing=finishing, running=running)
+    return _back_off(state, now), _give_back((*spoiled, *refused), "node.engine")
+
+
+def _rest(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    if state.activity not in ("open", "finishing", "holding"):
         return state, ()
-    took = max(now - state.batch_at, 1e-3)
-    ended = replace(state, activity="idle", batch=())
-    if tokens:
-        full_s = took / max(state.batch_fill, 1e-3) if state.batch_fill < 1 else took
-        # A batch that was half full would not have taken twice as long: it is the upper bound that must fit.
-        mean_s = full_s if state.batch_s is None else state.batch_s + SMOOTHING * (full_s - state.batch_s)
-        rate = tokens / took
-        smooth = rate if not state.tokens_per_s else state.tokens_per_s + SMOOTHING * (rate - state.tokens_per_s)
-        ended = replace(ended, batch_s=mean_s, tokens_per_s=smooth)
-    if state.batch:
-        ended = _back_off(ended, now)
-    return ended, _give_back(state.batch, "node.engine")
+    if state.activity == "holding" or not state.running:
+        return replace(state, activity="idle"), ()
+    lost = state.running  # it had promised to make them
+    return _back_off(replace(state, activity="idle", running=()), now), _give_back(lost, "node.engine")
 
 
 def _begin_stop(state: State, now: float, *, grace_s: float) -> tuple[State, tuple[Action, ...]]:
-    """Give the queue back; let the batch go on if it should end within the grace, by our own measure."""
+    """Give the queue back; let the engine go on if a lease in it should end within the grace, by our own measure."""
     actions = _give_back(state.queue, "node.stopping")
-    expected = FIRST_BATCH_S if state.batch_s is None else state.batch_s * min(1.0, state.batch_fill)
-    left = state.batch_at + expected - now
-    stop_at = now + grace_s if left <= grace_s else now
-    return replace(state, queue=(), stop_at=stop_at), actions
+    expected_s = state.pace.expected_s(state.in_flight)
+    left_s = min((lease.since.at + expected_s - now for lease in state.running), default=0.0)
+    return replace(state, queue=(), stop_at=now + grace_s if left_s <= grace_s else now), actions
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
 def _proceed(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     """What follows from the state alone: load, generate, ask."""
-    actions: tuple[Action, ...] = ()
-    if state.activity == "idle" and state.verified is not None:
-        if state.loaded != state.verified:
-            state = replace(state, activity="loading")
-            actions = (*actions, Load())
-        elif batch := _next_batch(state):
-            chosen = {taken.lease.lease_id for taken in batch}
-            state = replace(
-                state,
-                activity="generating",
-                batch=batch,
-                queue=tuple(taken for taken in state.queue if taken.lease.lease_id not in chosen),
-                batch_at=now,
-                batch_fill=_samples(batch) / state.capacity.batch_samples,
-            )
-            actions = (*actions, Generate(leases=tuple(taken.lease for taken in batch)))
+    state, actions = _drive(state)
     state, asks = _ask(state, now)
     return state, (*actions, *asks)
+
+
+def _drive(state: State) -> tuple[State, tuple[Action, ...]]:
+    """What the engine is to do."""
+    is_current = state.loaded == state.verified
+    if state.activity == "idle" and state.verified is not None:
+        if not is_current:
+            return replace(state, activity="loading"), (Load(),)
+        state, adds = _fill(replace(state, activity="open"))
+        return state, (Generate(), *adds)
+    if state.activity == "open" and is_current:
+        return _fill(state)
+    if state.activity in ("open", "finishing") and not is_current and _may_be_held(state.running):
+        return replace(state, activity="holding"), (Hold(),)
+    if state.activity == "open":
+        return replace(state, activity="finishing"), (Finish(),)
+    return state, ()
+
+
+def _fill(state: State) -> tuple[State, tuple[Action, ...]]:
+    """Put leases of the loaded root into the engine, in the order in which they came, until it is full."""
+    in_flight = state.in_flight
+    chosen: list[Running] = []
+    queue: list[Taken] = []
+    for taken in state.queue:
+        if taken.lease.root != state.loaded or in_flight >= state.capacity.batch_samples:
+            queue.append(taken)
+            continue
+        left = len(taken.lease.samples)
+        chosen.append(Running(lease=taken.lease, at=taken.at, left=left, since=state.pace.mark))
+        in_flight += left
+    if not chosen:
+        return state, ()
+    state = replace(state, queue=tuple(queue), running=(*state.running, *chosen))
+    return state, (Add(leases=tuple(lease.lease for lease in chosen)),)
+
+
+def _may_be_held(running: Sequence[Running]) -> bool:
+    return bool(running) and all(lease.lease.swap_mode == "recompute" for lease in running)
 
 
 def _proceed_to_stop(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -298,10 +244,10 @@ def _proceed_to_stop(state: State, now: float) -> tuple[State, tuple[Action, ...
     late, state = state.queue, replace(state, queue=())  # an answer that was on its way
     actions += _give_back(late, "node.stopping")
     assert state.stop_at is not None
-    if state.batch and now >= state.stop_at:
-        actions += (CancelBatch(), *_give_back(state.batch, "node.stopping"))
-        state = replace(state, batch=())
-    if not state.batch and not state.finishing and not state.stopped:
+    if state.running and (now >= state.stop_at or not state.is_generating):
+        actions += (Abandon(), *_give_back(state.running, "node.stopping"))
+        state = replace(state, running=())
+    if not state.running and not state.finishing and not state.stopped:
         actions += (Stopped(),)
         state = replace(state, stopped=True)
     return state, actions
@@ -314,7 +260,7 @@ def _sort_out(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     stale: list[Taken] = []
     held: list[Taken] = []
     for taken in state.queue:
-        if taken.is_expired(now):
+        if now >= taken.until:
             expired.append(taken)
         elif state.held_why and not state.draining:
             held.append(taken)
@@ -335,25 +281,7 @@ def _is_stale(taken: Taken, state: State, now: float) -> bool:
         return False
     if taken.lease.version <= state.version:
         return True
-    return now >= _patience_until(taken)
-
-
-def _patience_until(taken: Taken) -> float:
-    return taken.at + NEWER_WEIGHTS_SHARE * taken.lease.duration_s
-
-
-def _next_batch(state: State) -> tuple[Taken, ...]:
-    """Leases of the loaded root, in the order in which they came, up to the engine's capacity; at least one."""
-    batch: tuple[Taken, ...] = ()
-    room = state.capacity.batch_samples
-    for taken in state.queue:
-        if taken.lease.root != state.loaded:
-            continue
-        if batch and len(taken.lease.samples) > room:
-            break
-        batch = (*batch, taken)
-        room -= len(taken.lease.samples)
-    return batch
+    return now >= taken.patience_until
 
 
 def _ask(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -366,31 +294,22 @@ def _ask(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
 
 def _wanted_groups(state: State) -> int:
-    """Groups that fill the queue up to one batch beyond the one in the engine, within every bound."""
     if state.activity == "down" or state.held_why or state.verified is None or state.stop_at is not None:
         return 0
-    capacity = state.capacity
-    batch = max(1, capacity.batch_samples // capacity.group_samples)
-    ahead = batch
-    if state.batch_s:
-        safe_s = SAFE_SHARE * state.duration_s
-        # A batch that does not fit is made smaller; a second one is taken only if both fit one after the other.
-        ahead = max(1, min(batch, math.floor(batch * safe_s / state.batch_s)))
-        if state.activity == "generating" and 2 * state.batch_s * ahead / batch > safe_s:
-            return 0
-    missing = ahead - math.ceil(_samples(state.queue) / capacity.group_samples)
-    return max(0, min(missing, capacity.groups - len(state.queue) - len(state.batch), limits.MAX_GROUPS_PER_REQUEST))
+    return wanted_groups(
+        state.capacity,
+        state.pace,
+        in_hand=state.in_flight + sum(len(taken.lease.samples) for taken in state.queue),
+        groups=len(state.queue) + len(state.running),
+        duration_s=state.duration_s,
+    )
 
 
-def _split(leases: tuple[Taken, ...], lease_id: bytes) -> tuple[tuple[Taken, ...], tuple[Taken, ...]]:
+def _split(leases: tuple[_T, ...], lease_id: bytes) -> tuple[tuple[_T, ...], tuple[_T, ...]]:
     """The lease called ``lease_id``, and the others."""
     one = tuple(taken for taken in leases if taken.lease.lease_id == lease_id)
     return one, tuple(taken for taken in leases if taken.lease.lease_id != lease_id)
 
 
-def _samples(leases: tuple[Taken, ...]) -> int:
-    return sum(len(taken.lease.samples) for taken in leases)
-
-
-def _give_back(leases: tuple[Taken, ...] | list[Taken], code: str) -> tuple[Action, ...]:
+def _give_back(leases: Sequence[Taken], code: str) -> tuple[Action, ...]:
     return (GiveBack(lease_ids=tuple(taken.lease.lease_id for taken in leases), code=code),) if leases else ()

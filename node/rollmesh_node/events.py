@@ -44,14 +44,24 @@ class EngineUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The engine holds these weights now and is idle."""
+    """The engine holds these weights now; it has not begun to generate with them."""
 
     root: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaseMade:
-    """Every sample of a lease in the batch is generated; its result is being checked, signed and written."""
+class Drew:
+    """The engine has drawn so many tokens since the last time."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMade:
+    """One more sample of a lease in the engine is generated.
+
+    With the last one the lease is made: its result is being checked, signed and written.
+    """
 
     lease_id: bytes
 
@@ -65,16 +75,14 @@ class LeaseDone:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseSpoiled:
-    """The result of a lease that was made is not fit to be sent, or could not be written."""
+    """The engine does not take this lease, or its result is not fit to be sent or could not be written."""
 
     lease_id: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchEnded:
-    """The engine has ended its batch; leases of it that are not made will not be."""
-
-    tokens: int
+class EngineRests:
+    """The engine generates no more: all it had is made (after ``Finish``), or it holds the rest (after ``Hold``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +101,7 @@ class Accepted:
 class Held:
     """Take no new work (``why``), or go on (empty): a notice of the learner, a quarantine, or the owner's pause.
 
-    With ``drain`` the leases in hand are still generated; without, only the running batch is.
+    With ``drain`` the leases in hand are still generated; without, only those in the engine are.
     """
 
     why: str
@@ -113,7 +121,7 @@ class Ticked:
 
 
 Event = (
-    Answered | NotAnswered | Verified | EngineUp | Loaded | LeaseMade | LeaseDone | LeaseSpoiled | BatchEnded
+    Answered | NotAnswered | Verified | EngineUp | Loaded | Drew | SampleMade | LeaseDone | LeaseSpoiled | EngineRests
     | EngineDown | Accepted | Held | StopAsked | Ticked
 )  # fmt: skip
 
@@ -133,14 +141,29 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Generate these leases as one batch; all have the loaded root."""
+    """Let the engine generate with the weights it has loaded: what it holds, and what is added from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add:
+    """Put these leases into the engine, which generates; all have the loaded root."""
 
     leases: tuple[Lease, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelBatch:
-    """End the running batch at once."""
+class Finish:
+    """Nothing more is added: the engine rests when all it has is made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """The engine rests now, and holds what is not made until it generates again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abandon:
+    """Forget everything in the engine at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,4 +179,4 @@ class Stopped:
     """Nothing is left to wait for."""
 
 
-Action = Ask | Load | Generate | CancelBatch | GiveBack | Stopped
+Action = Ask | Load | Generate | Add | Finish | Hold | Abandon | GiveBack | Stopped

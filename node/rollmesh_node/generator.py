@@ -1,44 +1,57 @@
 """The engine as the daemon sees it: a supervised child that is given verified weights and turns leases into results.
 
-The invariants: weights are loaded only from a view that the keeper holds still; a result that leaves here has passed
-:func:`~rollmesh_protocol.rollout.check_result`, is signed, and is in the spool; a load or batch that fails ends the
-child, so that the next one starts from a clean process. What to load and to generate is decided elsewhere
-(``decisions``); this module reports what happened as its events. It imports no torch: the child does.
+The invariants: weights are loaded only from a view that the keeper holds still; a load or a stream that fails ends the
+child, so that the next one starts from a clean process. While the engine has weights one stream is open, and leases
+are said to it as notes (:mod:`.engine.pipe`). It imports no torch: the child does.
+
+Not here: what to load and to generate (``decisions``, which hears of everything as events), and what becomes of
+rollouts (``results``).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
 
-from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest
-from rollmesh_node.engine.pipe import group_body, read_rollout
-from rollmesh_node.events import BatchEnded, EngineDown, EngineUp, Event, LeaseDone, LeaseMade, LeaseSpoiled, Loaded
+from rollmesh_node.engine import pipe
+from rollmesh_node.engine.backend import GroupRequest, SampleRequest
+from rollmesh_node.engine.pipe import Beat, Refusal, group_body
+from rollmesh_node.engine.segments import Completion
+from rollmesh_node.events import (
+    Drew,
+    EngineDown,
+    EngineRests,
+    EngineUp,
+    Event,
+    LeaseDone,
+    LeaseSpoiled,
+    Loaded,
+    SampleMade,
+)
 from rollmesh_node.journal import Journal
+from rollmesh_node.results import ResultDesk
 from rollmesh_node.spool import Spool
 from rollmesh_peer.children.launch import ChildSpec
-from rollmesh_peer.children.process import Child
+from rollmesh_peer.children.process import Child, Stream
 from rollmesh_peer.children.supervisor import Supervisor
-from rollmesh_peer.faults import fault_point
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.weights.keeper import Keeper
-from rollmesh_protocol import limits
-from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused, RollmeshError
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import EngineInfo, RunCard
-from rollmesh_protocol.rollout import MAX_FINGERPRINT_CHARS, Result, SampleResult, Segment, check_result
+from rollmesh_protocol.rollout import MAX_FINGERPRINT_CHARS
 
 LOAD_S: Final = 900.0
 """Deadline of one load: 16 GB from a slow disk, and a model library that compiles kernels."""
 STATS_S: Final = 30.0
-LEAST_ITEM_S: Final = 60.0
-"""Least patience for the next rollout of a batch; else as long as its leases stand."""
+ITEM_S: Final = 600.0
+"""Patience for the next item of the stream: beats come every second or two, but a first step may compile kernels."""
 HOPELESS: Final = frozenset({"card.model", "patch.dtype"})
 """Codes of a load that no second try can mend."""
 
@@ -60,39 +73,35 @@ class EngineSetting:
     """Which of several engines, as in "GPU 1"; empty where there is one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the engine last said of itself: samples in flight, and totals of the process. It hangs when none moves."""
+
+    in_flight: int
+    tokens: int
+    steps: int
+    moved_at: float
+    """When one of these numbers last changed; ``trio.current_time``."""
+
+
 @dataclass(kw_only=True)
 class _Open:
     """A lease in the engine: the rollouts that have come so far, by sample index."""
 
     lease: Lease
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    since: float
+    rollouts: dict[int, Completion] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
         return len(self.rollouts) == len(self.lease.samples)
 
 
-@dataclass
-class _Batch:
-    """What the engine is generating, by the key that it sends back."""
-
-    leases: Mapping[int, _Open]
-    started: float
-    tokens: int = 0
-
-    def place(self, rollout: Rollout) -> _Open:
-        """The lease of ``rollout``, which is put into it."""
-        held = self.leases.get(rollout.key)
-        wanted = {sample.index for sample in held.lease.samples} if held is not None else set()
-        if held is None or rollout.index not in wanted or rollout.index in held.rollouts:
-            raise ChildFailed(f"the engine answered for a sample that was not asked for ({rollout.index})")
-        held.rollouts[rollout.index] = rollout
-        self.tokens += len(rollout.tokens)
-        return held
-
-
 class Generator:
-    """Owns the engine child. Run :meth:`run` in a nursery; ``load`` and ``generate`` are called one at a time."""
+    """Owns the engine child. Run :meth:`run` in a nursery; ``load`` and ``generate`` are called one at a time.
+
+    Leases may be added as soon as ``generate`` was called, and what is said before its stream is open is said then.
+    """
 
     def __init__(
         self,
@@ -109,18 +118,23 @@ class Generator:
         self._setting = setting
         self._card = card
         self._stop = frozenset(card.stop_tokens)
-        self._identity = identity
         self._keeper = keeper
-        self._spool = spool
-        self._journal = journal
+        self._desk = ResultDesk(card, identity=identity, spool=spool, journal=journal)
         self._feed = feed
         self._on_result = on_result
         self._supervisor = Supervisor(setting.spec, self._prepare)
         self._nursery: trio.Nursery | None = None
         self._running = trio.CancelScope()
+        self._stream: Stream | None = None
+        self._unsaid: list[tuple[str, dict[str, object]]] = []
+        self._keys = itertools.count()
+        self._open: dict[int, _Open] = {}
+        """Leases in the engine, by the key that it sends back."""
         self._loaded_pid: int | None = None
         self._has_loaded = False
         self.fingerprint: str = setting.declared.backend
+        self.progress: Progress | None = None
+        """As of the last item of the stream; None while none is open."""
 
     @property
     def state(self) -> str:
@@ -146,6 +160,7 @@ class Generator:
         event(_log, "engine started", backend=self._setting.declared.backend, pid=child.pid)
         self._feed(EngineUp())
         failure = await child.wait_dead()
+        self._forget()
         self._feed(EngineDown(why=f"the engine to start again: {failure.detail}"))
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -161,10 +176,11 @@ class Generator:
         started = trio.current_time()
         try:
             async with self._keeper.reading(deadline_s=LOAD_S) as view:
+                which: dict[str, object] = {"image": str(view.image), "root": view.root}
                 if child.pid == self._loaded_pid:
-                    await child.call("swap", {"image": str(view.image)}, deadline_s=LOAD_S)
+                    await child.call("swap", which, deadline_s=LOAD_S)
                 else:
-                    await child.call("load", self._load_body(str(view.image)), deadline_s=LOAD_S)
+                    await child.call("load", self._model() | which, deadline_s=LOAD_S)
             if child.pid != self._loaded_pid:
                 self._loaded_pid = child.pid
                 await self._describe(child)
@@ -181,11 +197,10 @@ class Generator:
         self._has_loaded = True
         self._feed(Loaded(root=view.root))
 
-    def _load_body(self, image: str) -> dict[str, object]:
+    def _model(self) -> dict[str, object]:
         return {
             "config_json": self._card.model.config.decode(),
             "layout": self._card.layout.encode(),
-            "image": image,
             **self._setting.load,
         }
 
@@ -202,34 +217,105 @@ class Generator:
         if child.is_alive:
             child.kill(f"could not {what}: {error.detail}")
 
-    # --- leases ------------------------------------------------------------------------------------------------------
-    async def generate(self, leases: Sequence[Lease]) -> None:
-        """Generate one batch; reports each lease that is made, and in the end that the batch has ended."""
-        batch = _Batch({key: _Open(lease=lease) for key, lease in enumerate(leases)}, started=trio.current_time())
-        child = self._supervisor.child
-        if child is not None:
-            with trio.CancelScope() as self._running:
-                try:
-                    await self._take_rollouts(child, batch)
-                except RollmeshError as error:
-                    self._end(child, error, "generate")
-        self._feed(BatchEnded(tokens=batch.tokens))
+    # --- the stream --------------------------------------------------------------------------------------------------
+    async def generate(self) -> None:
+        """Generate what the engine holds and what is added, until it rests; reports each sample and the end.
 
-    def cancel_batch(self) -> None:
-        """End the running batch; what is complete of it is kept."""
+        Without a child that has weights nothing happens: its death is reported on its own.
+        """
+        child = self._supervisor.child
+        if child is None or child.pid != self._loaded_pid:
+            return
+        with trio.CancelScope() as self._running:
+            try:
+                async with child.stream("generate", {}, item_deadline_s=ITEM_S) as self._stream:
+                    for verb, body in self._unsaid:
+                        self._stream.tell(verb, body)
+                    self._unsaid.clear()
+                    async for item in self._stream:
+                        self._hear(item)
+            except RollmeshError as error:
+                self._end(child, error, "generate")
+                return
+            finally:
+                self._stream, self.progress = None, None
+                self._unsaid.clear()
+        self._feed(EngineRests())
+
+    def add(self, leases: Sequence[Lease]) -> None:
+        """Put leases into the engine."""
+        requests = []
+        for lease in leases:
+            key = next(self._keys)
+            self._open[key] = _Open(lease=lease, since=trio.current_time())
+            requests.append(group_body(self._request(key, lease)))
+        self._say(pipe.ADD, {"requests": requests})
+
+    def finish(self) -> None:
+        """Let the engine rest when all it has is made."""
+        self._say(pipe.FINISH, {})
+
+    def hold(self) -> None:
+        """Let the engine rest now; what is not made is held for the next :meth:`generate`."""
+        self._say(pipe.HOLD, {})
+
+    def abandon(self) -> None:
+        """Forget what is in the engine; what is complete is kept."""
+        self._forget()
         self._running.cancel()
 
-    async def _take_rollouts(self, child: Child, batch: _Batch) -> None:
-        """Call the engine, and finish each lease in a task of its own, so that the engine never waits for the disk."""
+    def _say(self, verb: str, body: dict[str, object]) -> None:
+        if self._stream is None:
+            self._unsaid.append((verb, body))
+            return
+        try:
+            self._stream.tell(verb, body)
+        except ChildFailed as error:
+            child = self._supervisor.child
+            if child is not None:
+                self._end(child, error, f"be told to {verb}")
+
+    def _forget(self) -> None:
+        self._open.clear()
+        self._unsaid.clear()
+
+    def _hear(self, body: dict[str, object]) -> None:
+        """Take in an item of the stream. Raises ``ChildFailed`` for one that does not fit."""
+        match pipe.read_item(body):
+            case Beat() as beat:
+                self._note_beat(beat)
+            case Refusal(key=key, code=code, detail=why):
+                held = self._open.pop(key, None)
+                if held is not None:
+                    event(_log, "the engine does not take a lease", level=logging.WARNING, code=code, why=why)
+                    self._feed(LeaseSpoiled(lease_id=held.lease.lease_id))
+            case Completion() as done:
+                self._place(done)
+
+    def _note_beat(self, beat: Beat) -> None:
+        last = self.progress
+        numbers = beat.in_flight, beat.tokens, beat.steps
+        if last is None or numbers != (last.in_flight, last.tokens, last.steps):
+            self.progress = Progress(
+                in_flight=beat.in_flight, tokens=beat.tokens, steps=beat.steps, moved_at=trio.current_time()
+            )
+        if last is not None:
+            self._feed(Drew(tokens=max(0, beat.tokens - last.tokens)))
+
+    def _place(self, done: Completion) -> None:
+        """Put a rollout into its lease; a complete one is finished in a task of its own, beside the disk."""
         assert self._nursery is not None
-        body = {"requests": [group_body(self._request(key, held.lease)) for key, held in batch.leases.items()]}
-        patience_s = max(LEAST_ITEM_S, *(held.lease.duration_s for held in batch.leases.values()))
-        async with child.stream("generate", body, item_deadline_s=patience_s) as items:
-            async for item in items:
-                held = batch.place(read_rollout(item))
-                if held.is_complete:
-                    self._feed(LeaseMade(lease_id=held.lease.lease_id))
-                    self._nursery.start_soon(self._finish, held, trio.current_time() - batch.started)
+        held = self._open.get(done.key)
+        wanted = {sample.index for sample in held.lease.samples} if held is not None else set()
+        if held is None or done.index not in wanted or done.index in held.rollouts:
+            raise ChildFailed(f"the engine answered for a sample that was not asked for ({done.index})")
+        held.rollouts[done.index] = done
+        if self.progress is not None:
+            self.progress = replace(self.progress, moved_at=trio.current_time())
+        if held.is_complete:
+            del self._open[done.key]
+            self._nursery.start_soon(self._finish, held, trio.current_time() - held.since)
+        self._feed(SampleMade(lease_id=held.lease.lease_id))
 
     def _request(self, key: int, lease: Lease) -> GroupRequest:
         return GroupRequest(
@@ -241,38 +327,9 @@ class Generator:
         )
 
     async def _finish(self, held: _Open, took_s: float) -> None:
-        """Check, sign and keep the result of a lease whose samples are all there."""
-        lease = held.lease
-        result = Result(
-            lease_id=lease.lease_id,
-            samples=tuple(sample_result(held.rollouts[sample.index], lease) for sample in lease.samples),
-            engine=self.fingerprint,
-            generate_s=min(took_s, limits.MAX_LEASE_S),
-        )
-        self._journal.made(lease, result)
-        try:
-            check_result(result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop)
-            body = result.encode()
-            if len(body) > limits.RESULT_BYTES:
-                raise Refused("request.too_large", f"a result of {len(body)} bytes")
-            sealed = seal(body, run=self._card.run, kind="result", identity=self._identity).encode()
-            await trio.to_thread.run_sync(self._spool.put, lease.lease_id, sealed)
-            fault_point("node.result_durable")
-        except (Refused, HostError) as error:
-            event(_log, "a result is not fit to be sent", level=logging.ERROR, code=error.code, why=error.detail)
-            self._journal.answered(lease.lease_id, code=error.code, detail=error.detail, by="node")
-            self._feed(LeaseSpoiled(lease_id=lease.lease_id))
-            return
-        self._feed(LeaseDone(lease_id=lease.lease_id))
-        self._on_result(lease.lease_id)
-
-
-def sample_result(rollout: Rollout, lease: Lease) -> SampleResult:
-    """What is reported of one rollout of the engine."""
-    return SampleResult(
-        index=rollout.index,
-        tokens=rollout.tokens.astype("<u4").tobytes(),
-        logprobs=rollout.logprobs.astype("<f4").tobytes(),
-        finish=rollout.finish,
-        segments=(Segment(first_token=0, root=lease.root),),
-    )
+        """Turn a lease whose samples are all there into a result, and report what became of it."""
+        lease_id = held.lease.lease_id
+        is_kept = await self._desk.finish(held.lease, held.rollouts, engine=self.fingerprint, took_s=took_s)
+        self._feed(LeaseDone(lease_id=lease_id) if is_kept else LeaseSpoiled(lease_id=lease_id))
+        if is_kept:
+            self._on_result(lease_id)

@@ -19,8 +19,6 @@ from rollmesh_protocol.messages import RunCard
 
 CODE_KEYS: Final = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
 """Keys of a config.json that make the model library fetch or run the model's own code."""
-SWAP_MODE: Final = "drain"
-"""The one way in which this node changes weights: what is being generated is finished with the old ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +42,6 @@ def check_card(card: RunCard, own: OwnLimits) -> None:
     _demand(asked.new_tokens, own.new_tokens, "tokens in a completion", "limits.completion_tokens")
     _demand_gb(card.layout.image_bytes, own.download_bytes, "of weights to download", "limits.download_gb")
     _demand_gb(card.layout.image_bytes, own.disk_bytes, "of weights on disk", "limits.disk_gb")
-    if SWAP_MODE not in card.swap_modes:
-        raise Refused("card.limits", f"the run wants weights changed by {card.swap_modes[0]!r} only; this node drains")
     if any(token >= card.vocabulary for token in card.stop_tokens):
         raise Refused("card.model", "a stop token lies outside the vocabulary")
     check_model_config(card.model.config)
@@ -101,8 +97,8 @@ def open_lease(sealed: bytes, *, card: RunCard, node: str, own: OwnLimits) -> Le
             raise Refused("lease.limits", f"the lease asks for {asked} {what}, where {most} are agreed")
     if lease.duration_s < limits.MIN_LEASE_S:
         raise Refused("lease.limits", f"the lease stands for {lease.duration_s:.3g} s only")
-    if lease.swap_mode != SWAP_MODE:
-        raise Refused("lease.limits", f"the lease orders weights to be changed by {lease.swap_mode!r}")
+    if lease.swap_mode not in card.swap_modes:
+        raise Refused("lease.limits", f"the lease orders weights to be changed by {lease.swap_mode!r} against the card")
     if len({sample.index for sample in lease.samples}) != len(lease.samples):
         raise Refused("request.invalid", "the lease names a sample twice")
     if int(prompt.max()) >= card.vocabulary:

@@ -1,4 +1,4 @@
-"""Does what ``decisions`` decides: asks for leases, loads, generates, gives back, and reports what came of it.
+"""Does what ``decisions`` decides: asks for leases, drives the engine, gives back, and reports what came of it.
 
 The invariant: the state changes only in :meth:`Worker.feed`, which is synchronous, so decisions see events one at a
 time; every task here ends in an event. Nothing is decided here.
@@ -13,18 +13,21 @@ from typing import Final, Protocol
 
 import trio
 
-from rollmesh_node import decisions
-from rollmesh_node.decisions import Capacity, State
+from rollmesh_node import decisions, in_hand
+from rollmesh_node.capacity import Capacity
 from rollmesh_node.events import (
+    Abandon,
     Accepted,
     Action,
+    Add,
     Answered,
     Ask,
-    CancelBatch,
     Event,
+    Finish,
     Generate,
     GiveBack,
     Held,
+    Hold,
     Load,
     NotAnswered,
     StopAsked,
@@ -32,6 +35,7 @@ from rollmesh_node.events import (
     Ticked,
     Verified,
 )
+from rollmesh_node.in_hand import State
 from rollmesh_node.joining import Membership
 from rollmesh_node.own_limits import OwnLimits, open_lease
 from rollmesh_node.returning import RETRY_S, Returner
@@ -58,11 +62,20 @@ class Engine(Protocol):
     async def load(self) -> None:
         """Give the newest verified weights to the engine."""
 
-    async def generate(self, leases: Sequence[Lease]) -> None:
-        """Generate one batch."""
+    async def generate(self) -> None:
+        """Generate what the engine holds and what is added, until it rests."""
 
-    def cancel_batch(self) -> None:
-        """End the running batch."""
+    def add(self, leases: Sequence[Lease]) -> None:
+        """Put leases into the engine."""
+
+    def finish(self) -> None:
+        """Let the engine rest when all it has is made."""
+
+    def hold(self) -> None:
+        """Let the engine rest now, and hold what is not made."""
+
+    def abandon(self) -> None:
+        """Forget what is in the engine."""
 
 
 class Worker:
@@ -103,15 +116,14 @@ class Worker:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the engine while it generates, over the last batches."""
-        return self._state.tokens_per_s
+        """Of the engine while it has work, over the last seconds."""
+        return self._state.pace.tokens_per_s
 
     @property
     def waiting_for(self) -> str:
         """What keeps the engine from generating; empty while it does."""
-        busy = self._state.activity == "generating"
-        trouble = "" if busy else self._membership.waiting_for
-        return (trouble or decisions.waiting_for(self._state, trio.current_time()))[: limits.MAX_TEXT_CHARS]
+        trouble = "" if self._state.is_generating else self._membership.waiting_for
+        return (trouble or in_hand.waiting_for(self._state, trio.current_time()))[: limits.MAX_TEXT_CHARS]
 
     # --- driving -----------------------------------------------------------------------------------------------------
     async def run(self, engine: Engine) -> None:
@@ -159,11 +171,17 @@ class Worker:
                 self._spawn(self._ask, groups)
             case Load():
                 self._spawn(self._engine.load)
-            case Generate(leases=leases):
-                _log.debug("generating %d groups", len(leases))
-                self._spawn(self._engine.generate, leases)
-            case CancelBatch():
-                self._engine.cancel_batch()
+            case Generate():
+                self._spawn(self._engine.generate)
+            case Add(leases=leases):
+                _log.debug("%d groups more in the engine", len(leases))
+                self._engine.add(leases)
+            case Finish():
+                self._engine.finish()
+            case Hold():
+                self._engine.hold()
+            case Abandon():
+                self._engine.abandon()
             case GiveBack(lease_ids=lease_ids, code=code):
                 assert self._nursery is not None
                 self._returner.begin(self._nursery, lease_ids, code=code)

@@ -52,6 +52,8 @@ GOSSIP_BYTES: Final = 64 * KIB
 GOSSIP_RPC_BYTES: Final = 1 * MIB
 CHILD_FRAME_BYTES: Final = 256 * MIB
 """A frame between a daemon and its own child process: a batch of rollouts, never weights."""
+CHILD_NOTES: Final = 4096
+"""Notes to a call of a child that wait on one side of the pipe; a process that takes no more is stuck."""
 
 # --- what a message may ask for --------------------------------------------------------------------------------------
 MAX_GROUPS_PER_REQUEST: Final = 16
@@ -60,6 +62,10 @@ MAX_PROMPT_TOKENS: Final = 32_768
 MAX_NEW_TOKENS: Final = 32_768
 MAX_VOCABULARY: Final = 1 << 20
 MAX_STOP_TOKENS: Final = 32
+SEGMENT_TOKENS: Final = 128
+"""A completion may change its weights at multiples of this many tokens, so that nobody can choose where to."""
+MAX_SEGMENTS: Final = 64
+"""Of one completion."""
 MAX_NEIGHBOURS: Final = 16
 MAX_EDGES: Final = 256
 MAX_TENSORS: Final = 65_536

@@ -37,7 +37,7 @@ class SampleResult(Record):
     logprobs: bytes = Field(max_length=4 * limits.MAX_NEW_TOKENS)
     """Little-endian float32, of each token under softmax(logits), before the noise."""
     finish: Finish
-    segments: tuple[Segment, ...] = Field(min_length=1, max_length=64)
+    segments: tuple[Segment, ...] = Field(min_length=1, max_length=limits.MAX_SEGMENTS)
 
 
 class Result(Record):

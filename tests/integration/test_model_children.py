@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import trio
 
-from rollmesh_node.engine.backend import Rollout
 from rollmesh_node.engine.pipe import group_body, read_rollout
+from rollmesh_node.engine.segments import Completion
 from rollmesh_peer.children.launch import ChildSpec, kept_environment, python_argv
 from rollmesh_peer.children.process import open_child
 from rollmesh_peer.models.base import write_base_image
@@ -50,10 +50,10 @@ def model(tmp_path_factory):
     }
 
 
-async def generate(child, requests) -> list[Rollout]:
-    body = {"requests": [group_body(request) for request in requests]}
+async def generate(child, requests) -> list[Completion]:
+    body = {"requests": [group_body(request) for request in requests], "finish": True}
     async with child.stream("generate", body, item_deadline_s=CALL_S) as items:
-        return [read_rollout(item) async for item in items]
+        return [rollout async for item in items if (rollout := read_rollout(item)) is not None]
 
 
 def margins(outcome: dict) -> np.ndarray:
@@ -197,12 +197,12 @@ async def test_the_scripted_engine_needs_no_torch(model):
         if status.exists():
             assert "libtorch" not in status.read_text()
         rollouts = []
-        body = {"requests": [group_body(group(0, [1], seeds=[4, 5, 6, 7], stop=STOP))]}
+        body = {"requests": [group_body(group(0, [1], seeds=[4, 5, 6, 7], stop=STOP))], "finish": True}
         with pytest.raises(ChildFailed, match="fails here"):
             async with engine.stream("generate", body, item_deadline_s=CALL_S) as items:
                 async for item in items:
                     rollouts.append(read_rollout(item))  # noqa: PERF401 - the error must not lose them
-        assert len(rollouts) == 3
+        assert len([rollout for rollout in rollouts if rollout is not None]) == 3
 
 
 @pytest.mark.model

@@ -274,6 +274,7 @@ class Studio:
 
     def _generate(self, lease: Lease, *, root: bytes, prompt: np.ndarray | None, seed_shift: int):
         from rollmesh_node.engine.backend import GroupRequest, SampleRequest
+        from tests.unit.engine.requests import drained
 
         backend = self._warm_up()
         backend.swap(self.images[root])
@@ -287,7 +288,7 @@ class Studio:
             max_new_tokens=lease.max_new_tokens,
             stop=frozenset(self.card.stop_tokens),
         )
-        return list(backend.generate([request]))
+        return drained(backend, [request])
 
     def _warm_up(self):
         """Import torch and build the model, which takes longer than a lease stands on a busy machine."""

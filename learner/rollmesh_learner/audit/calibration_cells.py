@@ -48,8 +48,9 @@ async def fill(cell: CellData, parts: Parts, *, engine: Child, count: int, tell:
     while done < count:
         groups = _groups(parts, rows=min(cell.batch, count - done), random=random)
         by_key = {group["key"]: group for group in groups}
-        async with engine.stream("generate", {"requests": groups}, item_deadline_s=CALL_S) as items:
-            waiting += [_claim(item, by_key) async for item in items]
+        body = {"requests": groups, "finish": True}
+        async with engine.stream("generate", body, item_deadline_s=CALL_S) as items:
+            waiting += [_claim(item["rollout"], by_key) async for item in items if "rollout" in item]
         cell.prompt_tokens += sum(len(bytes_of(group, "prompt")) // 4 for group in groups)
         done += min(cell.batch, count - done)
         if len(waiting) >= AUDIT_AT_ONCE or done == count:
@@ -74,8 +75,10 @@ def _groups(parts: Parts, *, rows: int, random: Random) -> list[Body]:
     ]
 
 
-def _claim(item: Body, groups: dict[object, Body]) -> Body:
+def _claim(item: object, groups: dict[object, Body]) -> Body:
     """What the auditor is asked about one rollout of the engine."""
+    if not isinstance(item, dict):
+        raise ChildFailed("the engine sent a rollout that is none")
     group = groups[item["key"]]
     seeds = {sample["index"]: sample["seed"] for sample in group["samples"]}  # type: ignore[attr-defined]
     return {

@@ -10,7 +10,7 @@ No torch here: daemon, host and tests import it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -103,7 +103,7 @@ class Stats:
 
 
 class Backend(Protocol):
-    """Turns requests into rollouts, continuously. Called by one thread; a request may be added between any two steps."""
+    """Turns requests into rollouts, continuously. Called by one thread; requests are added between any two steps."""
 
     def load(self, weights: Weights) -> None:
         """Build the model and fill in its weights. ``Refused`` for the config, ``HostError`` for too little memory."""

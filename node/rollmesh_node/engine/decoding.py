@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollmesh_node.engine.backend import Finish, GroupRequest, Rollout, SampleRequest, Stats
+from rollmesh_node.engine.backend import Finish, GroupRequest, Partial, Rollout, SampleRequest, Stats
 from rollmesh_node.engine.kv_cache import GrowingCache
 from rollmesh_peer.models.logprobs import additive_mask, output_head
 from rollmesh_peer.models.sampling import draw
@@ -49,6 +49,11 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def position(self) -> int:
+        """Of the next token in the completion."""
+        return len(self.sample.begun) + len(self.tokens)
+
     def finish(self) -> Finish | None:
         if self.tokens[-1] in self.group.stop:
             return "stop"
@@ -58,13 +63,11 @@ class _Row:
 class Decoder:
     """Decodes one batch of groups. Make a new one for every batch; it is spent when :meth:`run` ends."""
 
-    def __init__(self, model: PreTrainedModel, groups: Sequence[GroupRequest], *, stats: Stats, began: float) -> None:
-        """``began`` is the ``time.perf_counter()`` from which rollouts count their elapsed time."""
+    def __init__(self, model: PreTrainedModel, groups: Sequence[GroupRequest], *, stats: Stats) -> None:
         self._model = model
         self._head = output_head(model)
         self._groups = groups
         self._stats = stats
-        self._began = began
         self._cache = GrowingCache(layers=model.config.num_hidden_layers)
         self._cache_name = cache_argument(model)
         self._rows: list[_Row | None] = [
@@ -97,6 +100,21 @@ class Decoder:
             logits = self._step(padding)
             self._stats.steps += 1
             self._stats.decode_s += time.perf_counter() - before
+
+    def partials(self) -> list[Partial]:
+        """How far the rows have come that were not yielded; of one that has ended, the last token is left out."""
+        partials = []
+        for row in self._live():
+            drawn = len(row.tokens) - (bool(row.tokens) and row.finish() is not None)
+            partials.append(
+                Partial(
+                    key=row.group.key,
+                    index=row.sample.index,
+                    tokens=np.array(row.tokens[:drawn], dtype=np.uint32),
+                    logprobs=np.array(row.logprobs[:drawn], dtype=np.float32),
+                )
+            )
+        return partials
 
     def _live(self) -> list[_Row]:
         return [row for row in self._rows if row is not None]
@@ -158,7 +176,7 @@ class Decoder:
 
     def _draw(self, logits: Tensor) -> None:
         rows = self._live()
-        draws = draw(logits, seeds=[row.sample.seed for row in rows], positions=[len(row.tokens) for row in rows])
+        draws = draw(logits, seeds=[row.sample.seed for row in rows], positions=[row.position for row in rows])
         for row, token, logprob in zip(rows, draws.tokens.tolist(), draws.logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
@@ -177,7 +195,6 @@ class Decoder:
                 tokens=np.array(row.tokens, dtype=np.uint32),
                 logprobs=np.array(row.logprobs, dtype=np.float32),
                 finish=finish,
-                elapsed_s=time.perf_counter() - self._began,
             )
 
     def _drop_dead(self, padding: Tensor) -> Tensor:

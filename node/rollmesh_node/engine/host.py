@@ -4,14 +4,15 @@ Invariants: the pipe's descriptors are taken before any library that prints is i
 process has no network, no key and no file but the weights image. What a verb raises reaches the supervisor in words,
 and a broken CUDA context ends with the process, which the supervisor starts again.
 
-The verbs and their bodies are in :mod:`.pipe`. Not here: how anything is generated (the backends).
+The verbs and their bodies are in :mod:`.pipe`. Not here: how anything is generated (the backends), and what is
+remembered of each sample (:mod:`.segments`).
 """
 
 from __future__ import annotations
 
 import os
 
-from rollmesh_peer.children.child import run_child, take_pipes
+from rollmesh_peer.children.child import Notes, run_child, take_pipes
 
 if __name__ == "__main__":
     take_pipes()
@@ -19,6 +20,7 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import contextlib
 import json
 import threading
 import time
@@ -27,14 +29,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from rollmesh_node.engine.backend import Backend, Weights
-from rollmesh_node.engine.pipe import THREADS_ENV, Body, read_group, rollout_body
+from rollmesh_node.engine import pipe
+from rollmesh_node.engine.backend import Backend, GroupRequest, Weights
+from rollmesh_node.engine.pipe import THREADS_ENV, Beat, Body, Refusal
 from rollmesh_node.engine.scripted_backend import Script, ScriptedBackend
+from rollmesh_node.engine.segments import Book
 from rollmesh_protocol import limits
-from rollmesh_protocol.errors import ChildFailed
+from rollmesh_protocol.errors import ChildFailed, RollmeshError
 from rollmesh_protocol.layout import Layout
 
 BACKENDS: Final = ("transformers", "scripted")
+BEAT_S: Final = 1.0
+"""A beat is due so long after the last one; a step takes up to ``backend.STEP_S`` more."""
 _LAST_WORD_S: Final = 0.2
 """Between the answer to ``shutdown`` and the end, for the answer to leave."""
 
@@ -46,6 +52,8 @@ class Host:
         self._name = backend
         self._script = script
         self._backend: Backend | None = None
+        self._root = b""
+        self._book = Book()
 
     def load(self, body: Body) -> Body:
         """Make the backend at the first call, then give it weights."""
@@ -62,20 +70,19 @@ class Host:
                 image=Path(str(body.get("image"))),
             )
         )
+        self._hold_root(body)
         return {"load_s": time.perf_counter() - started}
 
     def swap(self, body: Body) -> Body:
         """Take other weights of the same layout."""
         started = time.perf_counter()
         self._ready().swap(Path(str(body.get("image"))))
+        self._hold_root(body)
         return {"load_s": time.perf_counter() - started}
 
-    def generate(self, body: Body) -> Iterator[Body]:
-        """Stream finished rollouts."""
-        requests = body.get("requests")
-        if not isinstance(requests, list) or not requests:
-            raise ChildFailed("the engine was told to generate nothing", code="child.request")
-        return map(rollout_body, self._ready().generate([read_group(request) for request in requests]))
+    def generate(self, body: Body, notes: Notes) -> Iterator[Body]:
+        """Stream finished rollouts and beats until told to end; see :mod:`.pipe`."""
+        return _Session(self._ready(), self._book, root=self._root).run(body, notes)
 
     def stats(self, _: Body) -> Body:
         """Return the totals; empty before the first load."""
@@ -85,6 +92,11 @@ class Host:
         """Answer, then end."""
         threading.Timer(_LAST_WORD_S, os._exit, args=(0,)).start()
         return {}
+
+    def _hold_root(self, body: Body) -> None:
+        self._root = pipe.read_root(body)
+        if not self._root:
+            self._book.forget()  # what cannot be told apart cannot go on
 
     def _ready(self) -> Backend:
         if self._backend is None:
@@ -104,6 +116,75 @@ class Host:
         )
 
 
+class _Session:
+    """One ``generate``: from the first request to the end that was asked for."""
+
+    def __init__(self, backend: Backend, book: Book, *, root: bytes) -> None:
+        self._backend = backend
+        self._book = book
+        self._root = root
+        self._is_finishing = False
+        self._is_held = False
+
+    def run(self, body: Body, notes: Notes) -> Iterator[Body]:
+        """Yield items. Left early, by the daemon or by an error, it abandons everything."""
+        try:
+            self._backend.add(self._book.reopen(self._root))
+            for request in pipe.read_groups(body):
+                self._add(request)
+            self._is_finishing = body.get("finish") is True
+            yield self._beat()
+            beaten = time.perf_counter()
+            while not notes.is_cancelled:
+                is_idle = not self._backend.in_flight and not self._is_finishing
+                for verb, said in notes.take(wait_s=BEAT_S if is_idle else 0.0):
+                    yield from self._obey(verb, said)
+                if self._is_held:
+                    self._book.hold(self._backend.drop())
+                    return
+                if self._backend.in_flight:
+                    for rollout in self._backend.step():
+                        yield pipe.rollout_item(self._book.finish(rollout, now=time.perf_counter()))
+                elif self._is_finishing:
+                    return
+                if time.perf_counter() - beaten >= BEAT_S:
+                    yield self._beat()
+                    beaten = time.perf_counter()
+        finally:
+            if not self._is_held:
+                self._abandon()
+
+    def _obey(self, verb: str, said: Body) -> Iterator[Body]:
+        match verb:
+            case pipe.ADD:
+                for request in pipe.read_groups(said):
+                    try:
+                        self._add(request)
+                    except RollmeshError as error:
+                        yield pipe.refusal_item(Refusal(key=request.key, code=error.code, detail=error.detail))
+            case pipe.FINISH:
+                self._is_finishing = True
+            case pipe.HOLD:
+                self._is_held = True
+            case _:
+                raise ChildFailed(f"the engine was told to {verb!r}", code="child.request")
+
+    def _add(self, request: GroupRequest) -> None:
+        if self._book.has(request):
+            raise ChildFailed(f"the engine was given a sample twice (request {request.key})", code="child.request")
+        self._backend.add([request])
+        self._book.add(request, now=time.perf_counter())
+
+    def _beat(self) -> Body:
+        stats = self._backend.stats()
+        return pipe.beat_item(Beat(in_flight=self._backend.in_flight, tokens=stats.tokens, steps=stats.steps))
+
+    def _abandon(self) -> None:
+        self._book.forget()
+        with contextlib.suppress(Exception):  # where a step has failed, that is what must be told
+            self._backend.drop()
+
+
 def _whole(body: Body, name: str) -> int:
     value = body.get(name) or 0
     if not isinstance(value, int) or value < 0:
@@ -119,13 +200,8 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     host = Host(backend=chosen.backend, script=chosen.script)
     run_child(
-        {
-            "load": host.load,
-            "swap": host.swap,
-            "generate": host.generate,
-            "stats": host.stats,
-            "shutdown": host.shutdown,
-        }
+        {"load": host.load, "swap": host.swap, "stats": host.stats, "shutdown": host.shutdown},
+        talks={"generate": host.generate},
     )
 
 

@@ -1,7 +1,7 @@
 """The transformers backend: any CPU, CUDA, or Apple machine; the fallback that is always there.
 
 Invariant: the model in memory holds exactly the bits of the image named last (the reload check says so after every
-load and swap), or there is no model and ``generate`` refuses.
+load and swap), or there is no model and ``add`` refuses.
 
 Not here: the decode loop (:mod:`.decoding`), processes (:mod:`.host`), who verified the image (the daemon).
 """
@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from rollmesh_node.engine import memory, packed_linear
-from rollmesh_node.engine.backend import GroupRequest, Rollout, Stats, Weights
+from rollmesh_node.engine.backend import GroupRequest, Partial, Rollout, Stats, Weights
 from rollmesh_node.engine.decoding import Decoder
 from rollmesh_node.engine.packed_linear import PackedLinear
 from rollmesh_peer.models.image import check_reload, copy_image_into
@@ -46,6 +47,11 @@ class TransformersBackend:
         self._model: PreTrainedModel | None = None
         self._layout: Layout | None = None
         self._packed: list[PackedLinear] = []
+        self._waiting: list[GroupRequest] = []
+        self._batches_left: list[list[GroupRequest]] = []
+        self._decoder: Decoder | None = None
+        self._decoding: Iterator[Rollout] = iter(())
+        self._in_flight = 0
         self._stats = Stats(
             notes={
                 "device": self._device,
@@ -83,15 +89,56 @@ class TransformersBackend:
         self._model = model
         self._loaded(started)
 
-    def generate(self, requests: Sequence[GroupRequest]) -> Iterator[Rollout]:
-        """Decode in batches of similar prompt length; see :meth:`.backend.Backend.generate`."""
-        began = time.perf_counter()
+    def add(self, requests: Sequence[GroupRequest]) -> None:
+        """See :meth:`.backend.Backend.add`."""
         if self._model is None:
             raise ChildFailed("the engine has no weights", code="child.weights")
         for request in requests:
             _check(request, self._model)
-        for batch in self._batches(requests):
-            yield from Decoder(self._model, batch, stats=self._stats, began=began).run()
+        for request in requests:
+            self._waiting += _begun_apart(request)
+            self._in_flight += len(request.samples)
+
+    def step(self) -> list[Rollout]:
+        """Decode in batches of similar prompt length, one after the other; see :meth:`.backend.Backend.step`."""
+        while self._in_flight:
+            rollout = next(self._decoding, None)
+            if rollout is not None:
+                self._in_flight -= 1
+                return [rollout]
+            self._next_batch()
+        return []
+
+    def drop(self) -> list[Partial]:
+        """See :meth:`.backend.Backend.drop`."""
+        partials = self._decoder.partials() if self._decoder is not None else []
+        nothing = np.zeros(0, dtype=np.uint32)
+        partials += [
+            Partial(key=group.key, index=sample.index, tokens=nothing, logprobs=nothing.astype(np.float32))
+            for batch in (*self._batches_left, self._waiting)
+            for group in batch
+            for sample in group.samples
+        ]
+        self._waiting, self._batches_left, self._in_flight = [], [], 0
+        self._decoder, self._decoding = None, iter(())
+        return partials
+
+    @property
+    def in_flight(self) -> int:
+        """See :meth:`.backend.Backend.in_flight`."""
+        return self._in_flight
+
+    def _next_batch(self) -> None:
+        """Begin the next batch, of what has come meanwhile when the ones before are done."""
+        if self._model is None:
+            raise ChildFailed("the engine has no weights", code="child.weights")
+        if not self._batches_left:
+            self._batches_left, self._waiting = list(self._batches(self._waiting)), []
+        self._decoder = self._decoder_of(self._model, self._batches_left.pop(0))
+        self._decoding = self._decoder.run()
+
+    def _decoder_of(self, model: PreTrainedModel, batch: Sequence[GroupRequest]) -> Decoder:
+        return Decoder(model, batch, stats=self._stats)
 
     def stats(self) -> Stats:
         """See :meth:`.backend.Backend.stats`."""
@@ -120,6 +167,24 @@ class TransformersBackend:
     def _loaded(self, started: float) -> None:
         self._stats.loads += 1
         self._stats.load_s = time.perf_counter() - started
+
+
+def _begun_apart(request: GroupRequest) -> list[GroupRequest]:
+    """The request with the samples that are begun as requests of their own, whose prompt ends with what is drawn."""
+    begun = [sample for sample in request.samples if len(sample.begun)]
+    fresh = tuple(sample for sample in request.samples if not len(sample.begun))
+    return [
+        *([replace(request, samples=fresh)] if fresh else []),
+        *(
+            replace(
+                request,
+                prompt=np.concatenate([request.prompt, sample.begun]),
+                samples=(sample,),
+                max_new_tokens=request.max_new_tokens - len(sample.begun),
+            )
+            for sample in begun
+        ),
+    ]
 
 
 def _check(request: GroupRequest, model: PreTrainedModel) -> None:

@@ -15,14 +15,15 @@ from blake3 import blake3
 
 from rollmesh_node.engine.backend import GroupRequest, SampleRequest
 from rollmesh_node.engine.pipe import group_body, read_rollout
-from rollmesh_node.generator import LOAD_S, EngineSetting, sample_result
+from rollmesh_node.generator import LOAD_S, EngineSetting
 from rollmesh_node.journal import Entry
+from rollmesh_node.results import sample_result
 from rollmesh_peer.children.process import Child, open_child
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, RollmeshError
 from rollmesh_protocol.lease import Lease, LeasedSample
 from rollmesh_protocol.messages import RunCard
-from rollmesh_protocol.rollout import Result, SampleResult
+from rollmesh_protocol.rollout import Result
 
 FRESH_LENGTH: Final = 128
 """Longest completion, in tokens."""
@@ -50,14 +51,16 @@ async def generate(
     stop: frozenset[int],
     least_tokens: int,
 ) -> FreshWork:
-    """Results of as many leases as it takes for ``least_tokens``. ``model``: config, layout and image for ``load``.
+    """Results of as many leases (of one root) as it takes for ``least_tokens``.
+
+    ``model``: config, layout and image for ``load``.
 
     Raises:
         HostError, ChildFailed, Refused: the engine cannot be started or loaded.
     """
     work, tokens = FreshWork(), 0
     async with open_child(setting.spec) as child:
-        await child.call("load", model | dict(setting.load), deadline_s=LOAD_S)
+        await child.call("load", model | {"root": leases[0].root} | dict(setting.load), deadline_s=LOAD_S)
         for lease in leases:
             try:
                 result = await _answer(child, lease, stop=stop)
@@ -107,8 +110,10 @@ async def _answer(child: Child, lease: Lease, *, stop: frozenset[int]) -> Result
         key=0, prompt=lease.prompt_ids, max_new_tokens=lease.max_new_tokens, stop=stop,
         samples=tuple(SampleRequest(index=sample.index, seed=sample.seed) for sample in lease.samples),
     )  # fmt: skip
-    async with child.stream("generate", {"requests": [group_body(request)]}, item_deadline_s=ROLLOUT_S) as items:
-        samples: list[SampleResult] = [sample_result(read_rollout(item), lease) async for item in items]
+    body = {"requests": [group_body(request)], "finish": True}
+    async with child.stream("generate", body, item_deadline_s=ROLLOUT_S) as items:
+        found = [read_rollout(item) async for item in items]
+    samples = [sample_result(rollout) for rollout in found if rollout is not None]
     if not samples:
         raise ChildFailed("the engine made nothing of a lease")
     return Result(lease_id=lease.lease_id, samples=tuple(samples), engine="", generate_s=0.0)

@@ -14,6 +14,8 @@ It knows no trio and no torch, and it is not a place for clean-up: whatever a ch
 
     if __name__ == "__main__":
         run_child({"load": load, "generate": generate})
+
+A *talk* is a verb that is also given the :class:`Notes` which the daemon says to it while it streams.
 """
 
 from __future__ import annotations
@@ -27,18 +29,60 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import BinaryIO, Final, NoReturn
 
 from rollmesh_peer.children import frames
 from rollmesh_peer.children.frames import Body
+from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, RollmeshError
 
 Verb = Callable[[Body], Body | Iterator[Body]]
 """Takes a call's body; returns its answer, or an iterator whose items are streamed as they come."""
 
+Note = tuple[str, Body]
+"""Verb and body."""
+
 BROKEN_PIPE_STATUS: Final = 3
 """Exit status when what arrives on stdin is not frames."""
+
+
+class Notes:
+    """What the daemon says to one call while that runs; the listening thread puts in, the main one takes."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Note | None] = SimpleQueue()
+        self._is_cancelled = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True once the daemon has left the call: what is still yielded is read by nobody."""
+        return self._is_cancelled
+
+    def take(self, *, wait_s: float = 0.0) -> list[Note]:
+        """All notes that have come, oldest first. Waits ``wait_s`` for the first one, or until the call is left."""
+        taken: list[Note] = []
+        with contextlib.suppress(Empty):
+            while not self._is_cancelled:
+                note = self._queue.get(timeout=wait_s) if wait_s > 0 and not taken else self._queue.get_nowait()
+                if note is not None:
+                    taken.append(note)
+        return taken
+
+    def put(self, note: Note) -> None:
+        """Keep a note for the call. Raises ``ChildFailed`` when it takes none."""
+        if self._queue.qsize() >= limits.CHILD_NOTES:
+            raise ChildFailed(f"{limits.CHILD_NOTES} notes to a call have not been taken", code=frames.GARBAGE)
+        self._queue.put(note)
+
+    def cancel(self) -> None:
+        """Wake whoever waits for a note."""
+        self._is_cancelled = True
+        self._queue.put(None)
+
+
+Talk = Callable[[Body, Notes], Iterator[Body]]
+"""A verb that streams and is spoken to meanwhile."""
 
 
 class Pipes:
@@ -93,8 +137,8 @@ def leave(status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-def run_child(verbs: Mapping[str, Verb]) -> NoReturn:
-    """Serve ``verbs`` to the daemon until it goes away; never returns.
+def run_child(verbs: Mapping[str, Verb], *, talks: Mapping[str, Talk] | None = None) -> NoReturn:
+    """Serve ``verbs`` and ``talks`` to the daemon until it goes away; never returns.
 
     A ``RollmeshError`` raised by a verb travels with its code and sentence; any other exception becomes
     ``child.failed`` with its type and message, and its traceback goes to stderr, which the daemon keeps.
@@ -103,7 +147,7 @@ def run_child(verbs: Mapping[str, Verb]) -> NoReturn:
     if hasattr(os, "setsid"):
         with contextlib.suppress(PermissionError):  # already a group's leader: the daemon made the session
             os.setsid()
-    desk = _Desk(pipes, verbs)
+    desk = _Desk(pipes, verbs, talks or {})
     threading.Thread(target=desk.listen, name="rollmesh-pipe", daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
         pipes.send(frames.pack(frames.READY, 0))
@@ -114,28 +158,52 @@ def run_child(verbs: Mapping[str, Verb]) -> NoReturn:
 class _Desk:
     """Takes frames in one thread and works on calls in the main one."""
 
-    def __init__(self, pipes: Pipes, verbs: Mapping[str, Verb]) -> None:
+    def __init__(self, pipes: Pipes, verbs: Mapping[str, Verb], talks: Mapping[str, Talk]) -> None:
         self._pipes = pipes
         self._verbs = verbs
+        self._talks = talks
         self._calls: SimpleQueue[Body] = SimpleQueue()
+        self._notes: dict[int, Notes] = {}
+        """Of the talks that have been called and have not ended."""
         self._cancelled = -1  # the daemon cancels the call in progress only, and ids ascend
 
     def listen(self) -> None:
         try:
             while (frame := self._pipes.receive()) is not None:
-                if frame["kind"] == frames.CANCEL:
-                    self._cancelled = _id_of(frame)
-                else:
-                    self._calls.put(frame)
+                self._hear(frame)
         except (ChildFailed, OSError) as error:
             with contextlib.suppress(OSError):
                 os.write(2, f"the daemon's pipe broke: {error}\n".encode())
             leave(BROKEN_PIPE_STATUS)
         leave()
 
+    def _hear(self, frame: Body) -> None:
+        call_id, kind = _id_of(frame), frame["kind"]
+        notes = self._notes.get(call_id)
+        if kind == frames.CANCEL:
+            self._cancelled = call_id
+            if notes is not None:
+                notes.cancel()
+        elif kind == frames.NOTE:
+            if notes is not None:  # else the call has ended, and the daemon does not know yet
+                notes.put((str(frame.get("verb")), frames.body_of(frame)))
+        else:
+            if frame.get("verb") in self._talks:
+                self._notes[call_id] = Notes()
+            self._calls.put(frame)
+
     def work(self) -> NoReturn:
         while True:
-            self._pipes.send(perform(self._verbs, self._calls.get(), self._stream))
+            frame = self._calls.get()
+            answer = perform(self._verbs_for(_id_of(frame)), frame, self._stream)
+            self._notes.pop(_id_of(frame), None)
+            self._pipes.send(answer)
+
+    def _verbs_for(self, call_id: int) -> Mapping[str, Verb]:
+        notes = self._notes.get(call_id)
+        if notes is None:
+            return self._verbs
+        return {**self._verbs, **{name: functools.partial(_talk, talk, notes) for name, talk in self._talks.items()}}
 
     def _stream(self, call_id: int, items: Iterator[Body]) -> None:
         try:
@@ -169,6 +237,10 @@ def perform(verbs: Mapping[str, Verb], frame: Body, stream: Callable[[int, Itera
     except Exception as error:  # noqa: BLE001 - the boundary: whatever a verb raises is told, and the child lives on
         traceback.print_exc(file=sys.stderr)
         return frames.pack(frames.ERROR, call_id, {"code": ChildFailed.default_code, "detail": describe(error)})
+
+
+def _talk(talk: Talk, notes: Notes, body: Body) -> Iterator[Body]:
+    return talk(body, notes)
 
 
 def describe(error: BaseException) -> str:

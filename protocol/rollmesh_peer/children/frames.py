@@ -4,9 +4,12 @@ Both sides use this file, so it imports neither trio nor torch and does no I/O. 
 :data:`rollmesh_protocol.limits.CHILD_FRAME_BYTES` is made or allocated for, and a frame that decodes is a map with
 text keys and a known ``kind``. It is not a protocol between peers: both ends are the same installed program.
 
-    daemon -> child   call {id, verb, body}     cancel {id}
+    daemon -> child   call {id, verb, body}     cancel {id}     note {id, verb, body}
     child -> daemon   ready {}                  result {id, body}    item {id, body}    end {id}
                       error {id, code, detail}
+
+A note is said to the call ``id`` while it is in progress and has no answer. One that comes after the call's end is
+dropped, and more than :data:`rollmesh_protocol.limits.CHILD_NOTES` that nobody takes are an error on either side.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ Body = dict[str, object]
 
 CALL: Final = "call"
 CANCEL: Final = "cancel"
+NOTE: Final = "note"
 READY: Final = "ready"
 RESULT: Final = "result"
 ITEM: Final = "item"
 END: Final = "end"
 ERROR: Final = "error"
-KINDS: Final = frozenset({CALL, CANCEL, READY, RESULT, ITEM, END, ERROR})
+KINDS: Final = frozenset({CALL, CANCEL, NOTE, READY, RESULT, ITEM, END, ERROR})
 
 HEADER: Final = struct.Struct(">I")
 GARBAGE: Final = "child.garbage"
@@ -77,7 +81,7 @@ def unpack(payload: bytes) -> Body:
 
 
 def body_of(frame: Body) -> Body:
-    """The ``body`` of a call, result or item frame. Raises ``ChildFailed`` when it is not a map with text keys."""
+    """The ``body`` of a call, note, result or item. Raises ``ChildFailed`` when it is not a map with text keys."""
     body = frame.get("body")
     if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
         raise ChildFailed("the body of a frame is not a map with text keys", code=GARBAGE)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final
 
 import trio
@@ -24,6 +24,7 @@ from rollmesh_peer.children import frames
 from rollmesh_peer.children.failure import CLOSED, KILLED, LATE, START, describe_exit, error_of, quote
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.children.launch import ChildSpec, kept_environment, kill_group, python_argv, start
+from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed
 
 log = logging.getLogger("rollmesh.children")
@@ -53,6 +54,38 @@ class _Job:
         self.send, self.receive = trio.open_memory_channel[Body](1)
 
 
+class Stream:
+    """A call in progress that streams: its items by ``async for``, and a way to speak to it. One reader at a time."""
+
+    def __init__(self, child: Child, job: _Job, item_deadline_s: float) -> None:
+        self._child = child
+        self._job = job
+        self._item_deadline_s = item_deadline_s
+        self._ended = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Body:
+        """The next item. Raises ``ChildFailed`` when the child died, hung or failed, or its own error rebuilt."""
+        if self._ended:
+            raise StopAsyncIteration
+        self._ended = True  # an error is the end, too
+        item = await self._child.next_item(self._job, self._item_deadline_s)
+        if item is None:
+            raise StopAsyncIteration
+        self._ended = False
+        return item
+
+    def tell(self, verb: str, body: Mapping[str, object]) -> None:
+        """Send the child a note for this call. It has no answer, and is lost when the call has ended meanwhile.
+
+        Raises ``ChildFailed`` when more than :data:`rollmesh_protocol.limits.CHILD_NOTES` are not read, or for what
+        msgpack cannot hold.
+        """
+        self._child.say(self._job, verb, body)
+
+
 class Child:
     """A running child process. Made by :func:`open_child`; its methods may be called from any number of tasks."""
 
@@ -62,7 +95,7 @@ class Child:
         self._turn = trio.Semaphore(1, max_value=1)
         self._ids = itertools.count(1)
         self._job: _Job | None = None
-        self._outbox, self._to_write = trio.open_memory_channel[bytes](math.inf)  # at most a call and its cancel
+        self._outbox, self._to_write = trio.open_memory_channel[bytes](math.inf)  # see say()
         self._ready = trio.Event()
         self._piped = trio.Event()
         self._stderr_read = trio.Event()
@@ -123,24 +156,27 @@ class Child:
             return self._expect(await self._next_frame(job, deadline_s), job, frames.RESULT)
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, verb: str, body: Mapping[str, object], *, item_deadline_s: float
-    ) -> AsyncIterator[AsyncIterator[Body]]:
+    async def stream(self, verb: str, body: Mapping[str, object], *, item_deadline_s: float) -> AsyncIterator[Stream]:
         """``async with child.stream(...) as items: async for item in items: ...``; leaving early cancels the call.
 
         ``item_deadline_s`` bounds the wait for each item and for the end; a child that misses it is killed.
         """
         async with self._turn_of(verb, body, patience_s=item_deadline_s) as job:
-            items = self._items(job, item_deadline_s)
-            try:
-                yield items
-            finally:
-                await items.aclose()
+            yield Stream(self, job, item_deadline_s)
 
     # --- one call ----------------------------------------------------------------------------------------------------
-    async def _items(self, job: _Job, item_deadline_s: float) -> AsyncGenerator[Body, None]:
-        while (frame := await self._next_frame(job, item_deadline_s))["kind"] != frames.END:
-            yield self._expect(frame, job, frames.ITEM)
+    async def next_item(self, job: _Job, deadline_s: float) -> Body | None:
+        """The next item of a call that streams; None at its end."""
+        frame = await self._next_frame(job, deadline_s)
+        return None if frame["kind"] == frames.END else self._expect(frame, job, frames.ITEM)
+
+    def say(self, job: _Job, verb: str, body: Mapping[str, object]) -> None:
+        """Send a note to a call in progress; see :meth:`Stream.tell`."""
+        if job.ended.is_set() or not self.is_alive:
+            return
+        if self._outbox.statistics().current_buffer_used >= limits.CHILD_NOTES:
+            raise ChildFailed(f"the {self.spec.name} process does not read what it is told", code=LATE)
+        self._outbox.send_nowait(frames.pack(frames.NOTE, job.call_id, {"verb": verb, "body": dict(body)}))
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, verb: str, body: Mapping[str, object], *, patience_s: float) -> AsyncIterator[_Job]:
@@ -344,4 +380,4 @@ async def _frames_of(pipe: trio.abc.ReceiveStream) -> AsyncIterator[Body]:
         buffer += piece
 
 
-__all__ = ["Child", "ChildSpec", "kept_environment", "open_child", "python_argv"]
+__all__ = ["Child", "ChildSpec", "Stream", "kept_environment", "open_child", "python_argv"]

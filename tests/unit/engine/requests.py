@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh_node.engine.backend import GroupRequest, SampleRequest
+from rollmesh_node.engine.backend import Backend, GroupRequest, Rollout, SampleRequest
+
+
+def drained(backend: Backend, requests: Sequence[GroupRequest]) -> list[Rollout]:
+    """All rollouts of ``requests``, as they end."""
+    backend.add(requests)
+    rollouts: list[Rollout] = []
+    while backend.in_flight:
+        rollouts += backend.step()
+    return rollouts
 
 
 def group(

@@ -10,7 +10,7 @@ from rollmesh_node.engine.transformers_backend import TransformersBackend
 from rollmesh_peer.models.base import write_base_image
 from rollmesh_peer.testing.tiny_model import prepare_tiny
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
-from tests.unit.engine.requests import group, random_groups
+from tests.unit.engine.requests import drained, group, random_groups
 
 
 def weights(tiny):
@@ -28,14 +28,14 @@ def test_a_swap_changes_what_is_generated_and_back(backend, tiny, tmp_path):
     other = tmp_path / "image"
     write_base_image(prepare_tiny(tmp_path / "model", seed=99), image=other)
     request = group(0, range(20), seeds=range(4))
-    before = [rollout.tokens.tolist() for rollout in backend.generate([request])]
+    before = [rollout.tokens.tolist() for rollout in drained(backend, [request])]
     backend.swap(other)
-    between = [rollout.tokens.tolist() for rollout in backend.generate([request])]
+    between = [rollout.tokens.tolist() for rollout in drained(backend, [request])]
     fresh = TransformersBackend(threads=1, max_rows=8, device="cpu")
     fresh.load(Weights(config=tiny.config, layout=tiny.layout, image=other))
-    assert [rollout.tokens.tolist() for rollout in fresh.generate([request])] == between
+    assert [rollout.tokens.tolist() for rollout in drained(fresh, [request])] == between
     backend.swap(tiny.image)
-    assert [rollout.tokens.tolist() for rollout in backend.generate([request])] == before != between
+    assert [rollout.tokens.tolist() for rollout in drained(backend, [request])] == before != between
     assert backend.stats().loads == 3
 
 
@@ -45,10 +45,10 @@ def test_after_a_failed_swap_nothing_is_generated(backend, tiny, tmp_path):
     with pytest.raises(ChildFailed, match="bytes"):
         backend.swap(short)
     with pytest.raises(ChildFailed) as failure:
-        next(backend.generate([group(0, [1], seeds=[1])]))
+        drained(backend, [group(0, [1], seeds=[1])])
     assert failure.value.code == "child.weights"
     backend.load(weights(tiny))
-    assert len(list(backend.generate([group(0, [1], seeds=[1])]))) == 1
+    assert len(drained(backend, [group(0, [1], seeds=[1])])) == 1
 
 
 def test_batches_hold_no_more_rows_than_allowed_and_every_sample_once(backend):
@@ -86,7 +86,7 @@ def test_what_the_system_tells_is_believed():
 )
 def test_requests_beyond_the_model_are_errors(backend, request_, why):
     with pytest.raises(ChildFailed, match=why):
-        list(backend.generate([request_]))
+        drained(backend, [request_])
 
 
 def test_a_config_that_is_not_loaded_is_refused(tiny):

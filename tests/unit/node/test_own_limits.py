@@ -30,7 +30,6 @@ def test_an_ordinary_card_passes() -> None:
             make_card(layout=Layout(tensors=(TensorSpec(name="w", dtype="f32", shape=(1 << 20, 1 << 10)),))),
             ("4.00 GiB of weights", "1.00 GiB", "limits.download_gb"),
         ),
-        (make_card(swap_modes=("recompute",)), ("recompute",)),
     ],
 )
 def test_a_card_beyond_the_limits_is_refused_with_both_numbers(card, words) -> None:
@@ -104,6 +103,9 @@ def test_a_lease_beyond_what_was_agreed_is_refused() -> None:
     assert _refusal(seal_lease(make_lease(node=NODE.peer, max_new_tokens=33))) == "lease.limits"
     assert _refusal(seal_lease(make_lease(node=NODE.peer, samples=9))) == "lease.limits"
     assert _refusal(seal_lease(make_lease(node=NODE.peer, swap_mode="recompute"))) == "lease.limits"
+    both = make_card(swap_modes=("drain", "recompute"))
+    lease = make_lease(node=NODE.peer, swap_mode="recompute")
+    assert open_lease(seal_lease(lease), card=both, node=NODE.peer, own=OWN) == lease
     ours = replace(OWN, prompt_tokens=2)
     assert _refusal(seal_lease(make_lease(node=NODE.peer, prompt_tokens=3)), ours) == "lease.limits"
 
