@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class OwnersPause:
-    """The owner's word, and how far it is carried out. Run :meth:`carry_out` once there are engines."""
+    """The owner's word, and how far it is carried out. Run :meth:`carry_out` when there are engines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_done = False
+        self._is_done = True  # there is no engine yet
         self._changed = trio.Event()
         self.is_on = path.exists()
         """What the owner wants."""
@@ -68,7 +68,7 @@ class OwnersPause:
         was_on = False
         while True:
             if self.is_on != was_on:
-                was_on = self.is_on
+                was_on, self._is_done = self.is_on, False
                 if was_on:
                     await stop()
                 else:

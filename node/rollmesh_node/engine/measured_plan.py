@@ -49,10 +49,9 @@ def plan_here(body: Mapping[str, object], *, config: Mapping[str, object], layou
         share = _number(body, "memory_share") or 1.0
         free = allowed_bytes(free, total_bytes=total, share=share, cap_gb=_number(body, "memory_gb"))
     plan = plan_memory(need, device=device, free_bytes=free, rows=int(_number(body, "max_rows")) or MOST_ROWS)
-    print(
+    sys.stderr.write(
         f"memory: {gb(need.weights_bytes)} of weights, {gb(plan.cache_bytes)} left for the cache of {plan.rows} "
-        f"rollouts, {gb(plan.free_bytes)} usable on {device}",
-        file=sys.stderr,
+        f"rollouts, {gb(plan.free_bytes)} usable on {device}\n"
     )
     return plan
 

@@ -71,7 +71,7 @@ async def test_orders_are_taken_by_the_control_socket_alone(tmp_path: Path) -> N
     async with trio.open_nursery() as nursery:
         await nursery.start(serve_control, path, answer, pause.obey)
         assert (await ask_control(path, StatusRequest(page=0))).node.pause == ""
-        assert (await ask_control(path, OwnerRequest(page=0, order="pause"))).node.pause == "pausing"
-        assert (await ask_control(path, StatusRequest(page=0))).node.pause == "pausing"
+        assert (await ask_control(path, OwnerRequest(page=0, order="pause"))).node.pause == "paused"
+        assert (await ask_control(path, StatusRequest(page=0))).node.pause == "paused"
         assert (await ask_control(path, OwnerRequest(page=0, order="resume"))).node.pause == ""
         nursery.cancel_scope.cancel()
