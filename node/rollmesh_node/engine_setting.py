@@ -46,6 +46,8 @@ def choose_engine(config: Engine, *, environ: Mapping[str, str]) -> EngineSettin
     arguments = ("--backend", choice.backend, *(("--script", script) if script and not is_model else ()))
     threads = config.threads or int(environ.get(THREADS_ENV) or 0)
     extra = _QUIET | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) | faults.armed(environ)
+    if config.gpus and choice.device == "cuda":
+        extra |= {ORDER: BY_BUS, VISIBLE: ",".join(str(index) for index in config.gpus)}
     return EngineSetting(
         spec=ChildSpec(
             name="engine",
@@ -81,10 +83,10 @@ def share_engines(
     if setting.declared.backend == "scripted":
         return tuple(_on_gpus(setting, (index,), label=True) for index in config.gpus) or (setting,)
     gpus = _machine(config, environ).gpus
-    if setting.declared.device != "cuda" or not gpus:
+    shape = model_shape(json.loads(card.model.config))
+    if setting.declared.device != "cuda" or not gpus or shape is None:
         return (setting,)
     on_vllm = setting.declared.backend == "vllm"
-    shape = model_shape(json.loads(card.model.config))
 
     def need(parts: int) -> Need:
         return need_of(

@@ -27,7 +27,7 @@ class Progress:
         self._cold_s = cold_s
         self._moved_at = now
         self._longest_s = 0.0
-        self._numbers: tuple[int, int] | None = None
+        self._numbers = 0, 0
         self._is_warm = False
         self._is_busy = False
 
@@ -37,9 +37,9 @@ class Progress:
             self._is_busy, self._moved_at = True, now
 
     def heard(self, now: float, *, in_flight: int, tokens: int, steps: int) -> None:
-        """A beat: samples in flight, and totals since some start (of the process or of the stream)."""
+        """A beat: samples in flight, and totals since the process began."""
         numbers = tokens, steps
-        if self._numbers is not None and numbers != self._numbers:
+        if numbers != self._numbers:
             self.moved(now)
         self._numbers = numbers
         if not in_flight:

@@ -13,9 +13,9 @@ from typing import Final, Literal
 
 import torch
 
-from rollmesh_node.engine import memory
 from rollmesh_node.engine.memory_plan import MemoryPlan, allowed_bytes, gb, model_shape, need_of, plan_memory
 from rollmesh_node.gpus import VISIBLE, find_gpus, usable_gpus
+from rollmesh_node.memory import free_bytes
 from rollmesh_peer.models.loader import best_device
 from rollmesh_protocol.layout import Layout
 
@@ -25,19 +25,22 @@ USUAL_COLUMNS: Final = 2048
 """The same, for a caller that does not know the run's limits."""
 
 
-def plan_here(body: Mapping[str, object], *, config: Mapping[str, object], layout: Layout) -> MemoryPlan:
-    """The plan for a load call's ``body`` (see :mod:`.pipe`), from what is free here and now.
+def plan_here(body: Mapping[str, object], *, config: Mapping[str, object], layout: Layout) -> MemoryPlan | None:
+    """The plan for a load call's ``body`` (see :mod:`.pipe`), from what is free here and now; None: see model_shape.
 
     Raises:
         HostError: the model does not fit; with the numbers.
     """
+    shape = model_shape(config)
+    if shape is None:
+        return None
     device = str(body.get("device") or "auto")
     device = best_device() if device == "auto" else device
     dtype: Literal["bfloat16", "float32"] = "float32" if body.get("dtype") == "float32" else "bfloat16"
     gpus = body.get("gpus")
     parts = max(1, len(gpus)) if isinstance(gpus, list) else 1
     need = need_of(
-        model_shape(config),
+        shape,
         image_bytes=layout.image_bytes,
         columns=int(_number(body, "columns") or USUAL_COLUMNS),
         on_gpu=device == "cuda",
@@ -62,7 +65,7 @@ def _measured(device: str, parts: int) -> tuple[int | None, int | None]:
     The driver's program is asked first: to ask torch takes half a gigabyte on each GPU.
     """
     if device != "cuda":
-        return memory.free_bytes(device=device), None
+        return free_bytes(), None
     seen = usable_gpus(find_gpus(), chosen=(), visible=os.environ.get(VISIBLE))[:parts]
     told = [(gpu.free_bytes, gpu.memory_bytes) for gpu in seen] or [torch.cuda.mem_get_info()]
     return min(free for free, _ in told), min(total for _, total in told)

@@ -74,18 +74,17 @@ class MemoryPlan:
     free_bytes: int
 
 
-def model_shape(config: Mapping[str, object]) -> ModelShape:
+def model_shape(config: Mapping[str, object]) -> ModelShape | None:
     """The shape in a config.json; a field that is not there counts as the model library's own default would.
 
-    Raises:
-        HostError: it does not tell its layers, heads or width, so that nothing can be planned.
+    None where it does not tell its layers, heads or width: nothing can be planned, and a backend refuses it by name.
     """
     inner = config.get("text_config")
     fields = inner if isinstance(inner, Mapping) else config
     layers, heads = _whole(fields, "num_hidden_layers"), _whole(fields, "num_attention_heads")
     width = _whole(fields, "hidden_size")
     if not (layers and heads and width):
-        raise HostError("the model's config.json does not tell its layers, heads and width: no memory can be planned")
+        return None
     return ModelShape(
         layers=layers,
         heads=heads,

@@ -7,6 +7,7 @@ import pytest
 from rollmesh_node.engine.memory_plan import (
     CPU_RUNTIME_BYTES,
     GPU_RUNTIME_BYTES,
+    ModelShape,
     allowed_bytes,
     model_shape,
     need_of,
@@ -15,28 +16,33 @@ from rollmesh_node.engine.memory_plan import (
 from rollmesh_protocol.errors import HostError
 from rollmesh_protocol.limits import GIB, MIB
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, object] = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
     "vocab_size": 128_256,
 }  # fmt: skip
 IMAGE_8B = 16_060_522_496
 
 
+def shape_of(config: dict[str, object]) -> ModelShape:
+    shape = model_shape(config)
+    assert shape is not None
+    return shape
+
+
 def test_the_shape_follows_the_defaults_of_the_model_library() -> None:
-    shape = model_shape(LLAMA_8B)
+    shape = shape_of(LLAMA_8B)
     assert (shape.layers, shape.kv_heads, shape.head_size) == (32, 8, 128)
     assert shape.cache_token_bytes == 131_072  # the figure that Llama 3's users know: 128 KiB a token
-    gemma = model_shape({**LLAMA_8B, "head_dim": 256, "num_key_value_heads": 4})
+    gemma = shape_of({**LLAMA_8B, "head_dim": 256, "num_key_value_heads": 4})
     assert gemma.cache_token_bytes == 2 * 2 * 32 * 4 * 256
-    old = model_shape({name: value for name, value in LLAMA_8B.items() if name != "num_key_value_heads"})
+    old = shape_of({name: value for name, value in LLAMA_8B.items() if name != "num_key_value_heads"})
     assert old.kv_heads == 32
     assert model_shape({"text_config": LLAMA_8B, "hidden_size": 1}) == shape
-    with pytest.raises(HostError, match="no memory can be planned"):
-        model_shape({"hidden_size": True})
+    assert model_shape({"hidden_size": True}) is None
 
 
 def test_rows_grow_with_the_memory_up_to_what_is_asked() -> None:
-    need = need_of(model_shape(LLAMA_8B), image_bytes=IMAGE_8B, columns=2048, on_gpu=True)
+    need = need_of(shape_of(LLAMA_8B), image_bytes=IMAGE_8B, columns=2048, on_gpu=True)
     assert need.weights_bytes == IMAGE_8B and need.runtime_bytes == GPU_RUNTIME_BYTES
     least = need.weights_bytes + need.runtime_bytes + need.row_bytes
     for rows in (1, 7, 64):
@@ -50,7 +56,7 @@ def test_rows_grow_with_the_memory_up_to_what_is_asked() -> None:
 
 
 def test_a_refusal_has_every_number_and_the_device() -> None:
-    need = need_of(model_shape(LLAMA_8B), image_bytes=IMAGE_8B, columns=2048, on_gpu=True)
+    need = need_of(shape_of(LLAMA_8B), image_bytes=IMAGE_8B, columns=2048, on_gpu=True)
     with pytest.raises(HostError) as refused:
         plan_memory(need, device="cuda:0", free_bytes=int(11.3 * GIB), rows=64)
     text = refused.value.detail
@@ -63,7 +69,7 @@ def test_a_refusal_has_every_number_and_the_device() -> None:
 
 
 def test_float32_and_shared_models() -> None:
-    shape = model_shape(LLAMA_8B)
+    shape = shape_of(LLAMA_8B)
     one = need_of(shape, image_bytes=IMAGE_8B, columns=1024, on_gpu=False)
     wide = need_of(shape, image_bytes=IMAGE_8B, columns=1024, on_gpu=False, dtype="float32")
     four = need_of(shape, image_bytes=IMAGE_8B, columns=1024, on_gpu=True, parts=4)

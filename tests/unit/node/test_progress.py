@@ -40,9 +40,9 @@ def test_beats_without_movement_do_not_help() -> None:
     progress.given(0.0)
     for second in range(1, 10):
         progress.heard(float(second), in_flight=2, tokens=7, steps=3)
-    assert progress.due == 10.0
+    assert progress.due == 11.0
     progress.heard(9.5, in_flight=2, tokens=7, steps=4)  # a prefill: steps move, tokens do not
-    assert progress.due == 19.5
+    assert progress.due == 9.5 + PATIENCE * 8.5  # it has come back from a pause of that length
 
 
 def test_a_restarted_count_is_movement() -> None:
