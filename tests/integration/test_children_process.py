@@ -19,6 +19,7 @@ from rollmesh_peer.children import process as process_module
 from rollmesh_peer.children.failure import CLOSED, DIED, KILLED, LATE, START
 from rollmesh_peer.children.frames import GARBAGE
 from rollmesh_peer.children.process import Child, ChildSpec, open_child
+from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, Refused, UsageError
 
 PROGRAM = """
@@ -68,6 +69,21 @@ def babble(body):
     os.write(take_pipes()._outgoing, bytes(body["bytes"]))
     time.sleep(600)
 
+def talk(body, notes):
+    yield {"begun": True}
+    while not notes.is_cancelled:
+        for verb, said in notes.take(wait_s=body.get("wait_s", 0.2)):
+            if verb == "stop":
+                return
+            yield {"verb": verb, "said": said}
+        if body.get("ticks"):
+            yield {}
+    open(body["mark"], "w").write("left")
+
+def deaf(body, notes):
+    time.sleep(body["for_s"])
+    yield from ({"verb": verb} for verb, _ in notes.take())
+
 run_child({
     "echo": lambda body: body, "count": count, "refuse": refuse, "misuse": misuse, "fail": fail, "die": die,
     "leave": leave, "hang": hang, "grandchild": grandchild, "babble": babble, "wrong": lambda body: 5,
@@ -76,7 +92,7 @@ run_child({
     "memory": lambda body: {"bytes": len(bytearray(body["bytes"]))},
     "nothing": lambda body: iter(()),
     "empty": lambda body: iter([{}, {}]),
-})
+}, talks={"talk": talk, "deaf": deaf})
 """
 
 
@@ -304,6 +320,66 @@ async def test_slow_reader_stops_the_child_instead_of_filling_memory(spec: Calla
         # 64 KiB of pipe and one read of 256 KiB hold well under 20,000 frames of some 30 bytes.
         numbers = [int(line.split()[1]) for line in child.last_words if line.startswith("noise")]
         assert numbers and max(numbers) < 20_000
+
+
+async def test_a_call_is_spoken_to_while_it_streams(spec: Callable[..., ChildSpec]) -> None:
+    async with open_child(spec()) as child:
+        async with child.stream("talk", {"wait_s": 60.0}, item_deadline_s=5) as items:
+            items.tell("first", {"a": [1, b"x"]})  # before anything has come: it waits for the call
+            assert await anext(items) == {"begun": True}
+            assert await anext(items) == {"verb": "first", "said": {"a": [1, b"x"]}}
+            for number in range(100):
+                items.tell("more", {"n": number})
+            assert [(await anext(items))["said"] for _ in range(100)] == [{"n": number} for number in range(100)]
+            items.tell("stop", {})
+            assert [item async for item in items] == []
+            assert [item async for item in items] == []  # an end stays an end
+            items.tell("late", {})  # to a call that has ended: lost
+        async with child.stream("talk", {"wait_s": 60.0}, item_deadline_s=5) as items:
+            items.tell("stop", {})
+            assert [item async for item in items] == [{"begun": True}]  # no note of the call before
+
+
+async def test_notes_do_not_reach_another_call(spec: Callable[..., ChildSpec]) -> None:
+    async with open_child(spec()) as child:
+        async with child.stream("talk", {}, item_deadline_s=5) as items:
+            items.tell("stop", {})
+            for _ in range(50):
+                items.tell("late", {})
+            assert [item async for item in items] == [{"begun": True}]
+        async with child.stream("deaf", {"for_s": 0}, item_deadline_s=5) as items:
+            assert [item async for item in items] == []
+
+
+async def test_leaving_a_talk_wakes_it(spec: Callable[..., ChildSpec], tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    async with open_child(spec()) as child:
+        async with child.stream("talk", {"wait_s": 60.0, "mark": str(mark)}, item_deadline_s=5) as items:
+            assert await anext(items) == {"begun": True}
+        assert await child.call("echo", {"next": 1}, deadline_s=5) == {"next": 1}
+        assert mark.read_text() == "left"
+
+
+async def test_notes_that_nobody_takes_are_an_error_on_both_sides(
+    spec: Callable[..., ChildSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_child(spec()) as child, child.stream("deaf", {"for_s": 60}, item_deadline_s=10) as items:
+        for _ in range(limits.CHILD_NOTES):
+            items.tell("more", {})
+        await trio.testing.wait_all_tasks_blocked()
+        items.tell("more", {})
+        with pytest.raises(ChildFailed, match="have not been taken"):
+            await anext(items)
+    monkeypatch.setattr(limits, "CHILD_NOTES", 8)
+    async with open_child(spec()) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        async with child.stream("deaf", {"for_s": 0}, item_deadline_s=0.3) as items:
+            with pytest.raises(ChildFailed, match="does not read what it is told"):
+                for _ in range(100):
+                    items.tell("more", {"bytes": bytes(100_000)})
+            child.kill()
+        await child.wait_dead()
+        items.tell("more", {})  # a dead child is told by the items, not here
 
 
 async def test_kill_and_close_take_grandchildren_along(spec: Callable[..., ChildSpec]) -> None:
