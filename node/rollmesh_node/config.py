@@ -82,7 +82,7 @@ class Limits(Section):
     completion_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = limits.MAX_NEW_TOKENS
     """The longest completion that is generated."""
     groups_at_once: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 8
-    """Groups held at one time, two thirds of them generated and one waiting; more keep a fast GPU busy."""
+    """Groups that each engine holds at one time, a third of them waiting; more keep a fast GPU busy."""
 
 
 class Weights(Section):
