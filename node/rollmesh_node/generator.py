@@ -245,7 +245,8 @@ class Generator:
                     if self._open:
                         self._overseer.progress.given(trio.current_time())
                     async for item in self._stream:
-                        self._hear(item)
+                        if child.is_alive:  # else its leases have been given up already
+                            self._hear(item)
             except RollmeshError as error:
                 self._end(child, error, "generate")
                 return

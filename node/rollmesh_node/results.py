@@ -45,7 +45,8 @@ class ResultDesk:
             engine=engine,
             generate_s=min(took_s, limits.MAX_LEASE_S),
         )
-        self._journal.made(lease, result)
+        if _is_of_one_root(result, lease):  # a selfcheck knows no other
+            self._journal.made(lease, result)
         try:
             self._check(result, lease)
             body = result.encode()
@@ -67,6 +68,10 @@ class ResultDesk:
             samples = tuple(sample.model_copy(update={"segments": whole}) for sample in result.samples)
             result = result.model_copy(update={"samples": samples})
         check_result(result, lease, vocabulary=self._card.vocabulary, stop_tokens=self._stop)
+
+
+def _is_of_one_root(result: Result, lease: Lease) -> bool:
+    return all(sample.segments == (Segment(first_token=0, root=lease.root),) for sample in result.samples)
 
 
 def sample_result(done: Completion) -> SampleResult:

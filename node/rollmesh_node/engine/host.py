@@ -149,15 +149,16 @@ class _Session:
                     yield from self._obey(verb, said)
                 if self._is_held:
                     self._book.hold(self._backend.drop())
-                    return
+                    break
                 if self._backend.in_flight:
                     for rollout in self._backend.step():
                         yield pipe.rollout_item(self._book.finish(rollout, now=time.perf_counter()))
                 elif self._is_finishing:
-                    return
+                    break
                 if time.perf_counter() - beaten >= BEAT_S:
                     yield self._beat()
                     beaten = time.perf_counter()
+            yield self._beat()
         finally:
             if not self._is_held:
                 self._abandon()
