@@ -19,6 +19,7 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import Envelope
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.rollout import Result
+from rollmesh_protocol.status import NodeStatus
 from tests.integration.nodes import PATIENCE_S, NodeProcess, is_running, open_learner, start_node, wait_for
 from tests.unit.node.cards import LAYOUT
 
@@ -70,10 +71,14 @@ def check_everything(learner: FakeLearner, image: Path) -> None:
         assert {sample.index: sample.tokens for sample in result.samples} == expected
 
 
+def pids_of(status: NodeStatus) -> list[int]:
+    """The engines that run by the node's own word, which may be a second old."""
+    return [int(pid) for pid in RUNNING.findall(status.engine) if is_running(int(pid))]
+
+
 async def running(node: NodeProcess, *, engines: int) -> list[int]:
     """The pids of the node's engines, once all of them are there."""
-    status = await node.until(lambda status: len(RUNNING.findall(status.engine)) == engines)
-    return [int(pid) for pid in RUNNING.findall(status.engine)]
+    return pids_of(await node.until(lambda status: len(pids_of(status)) == engines))
 
 
 async def kill_one(node: NodeProcess, *, engines: int, chance: random.Random) -> None:
