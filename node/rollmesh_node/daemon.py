@@ -275,7 +275,7 @@ class _Node:
         for setting in settings:
             event(_log, "engine chosen", backend=setting.declared.backend, gpus=setting.name or "-", why=setting.why)
         report.worker, report.submitter = engines.workforce, submitter
-        report.engines, report.generators = settings, engines.generators
+        report.generators = engines.generators
         report.doing = ""
         async with trio.open_nursery() as sending:
             sending.start_soon(submitter.run)

@@ -48,7 +48,11 @@ def choose_engine(config: Engine, *, environ: Mapping[str, str]) -> EngineSettin
     extra = _QUIET | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) | faults.armed(environ)
     if config.gpus and choice.device == "cuda":
         extra |= {ORDER: BY_BUS, VISIBLE: ",".join(str(index) for index in config.gpus)}
+    fallback = None
+    if config.backend == "auto" and choice.backend == "vllm":
+        fallback = choose_engine(config.model_copy(update={"backend": "transformers"}), environ=environ)
     return EngineSetting(
+        fallback=fallback,
         spec=ChildSpec(
             name="engine",
             argv=python_argv("rollmesh_node.engine.host", *arguments),
@@ -117,8 +121,10 @@ def _on_gpus(setting: EngineSetting, gpus: tuple[int, ...], *, label: bool) -> E
     """``setting`` for an engine that sees these GPUs only."""
     environment = dict(setting.spec.environment) | {ORDER: BY_BUS, VISIBLE: ",".join(str(index) for index in gpus)}
     name = f"GPU {'+'.join(str(index) for index in gpus)}" if label else ""
+    fallback = setting.fallback if len(gpus) == 1 else None  # transformers shares no model among GPUs
     return replace(
         setting,
+        fallback=_on_gpus(fallback, gpus, label=label) if fallback is not None else None,
         spec=replace(setting.spec, environment=environment),
         name=name,
         load={**setting.load, "gpus": list(gpus)},

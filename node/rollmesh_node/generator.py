@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +54,8 @@ LOAD_S: Final = 900.0
 STATS_S: Final = 30.0
 ITEM_S: Final = 3600.0
 """The last resort for an engine that says nothing at all; one that stands still is found out much sooner (overseer)."""
+WHY_CHARS: Final = 300
+"""Of a backend's last words, in the reason for another."""
 HOPELESS: Final = frozenset({"card.model", "patch.dtype"})
 """Codes of a load that no second try can mend."""
 
@@ -73,6 +75,8 @@ class EngineSetting:
     """Why this backend, and these GPUs: one sentence for the status."""
     name: str = ""
     """Which of several engines, as in "GPU 1"; empty where there is one."""
+    fallback: EngineSetting | None = None
+    """What to go on with if this backend, which nobody asked for by name, turns out not to work here."""
 
 
 @dataclass(kw_only=True)
@@ -133,6 +137,11 @@ class Generator:
         self.fingerprint: str = setting.declared.backend
 
     @property
+    def why(self) -> str:
+        """Why it generates with this backend."""
+        return self._setting.why
+
+    @property
     def state(self) -> str:
         """What the child is doing, in words."""
         state = self._supervisor.state
@@ -191,6 +200,8 @@ class Generator:
                 await self._describe(child)
         except RollmeshError as error:
             self._loaded_pid = None
+            if self._falls_back(child, error):
+                return
             hopeless = error.code in HOPELESS or (not self._has_loaded and isinstance(error, Refused))
             if hopeless and child.is_alive:
                 raise HostError(f"the engine cannot load {self._card.model.source}: {error.detail}") from error
@@ -201,6 +212,16 @@ class Generator:
         event(_log, "the engine holds the weights", level=level, version=view.version, load_s=took_s)
         self._has_loaded = True
         self._feed(Loaded(root=view.root))
+
+    def _falls_back(self, child: Child, error: RollmeshError) -> bool:
+        """Go on with the other backend, where this one says itself that it cannot load the model. Not for memory."""
+        fallback, backend = self._setting.fallback, self._setting.declared.backend
+        if fallback is None or self._has_loaded or isinstance(error, HostError) or not child.is_alive:
+            return False
+        self._setting = replace(fallback, why=f"{backend} was tried first and failed: {error.detail[:WHY_CHARS]}")
+        self._supervisor.spec = self._overseer.listening(fallback.spec)
+        self._end(child, error, f"load the weights with {backend}, so {fallback.declared.backend} is taken")
+        return True
 
     def _model(self) -> dict[str, object]:
         return {

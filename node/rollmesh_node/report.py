@@ -11,7 +11,7 @@ from typing import Literal
 
 import trio
 
-from rollmesh_node.generator import EngineSetting, Generator
+from rollmesh_node.generator import Generator
 from rollmesh_node.joining import Membership
 from rollmesh_node.pausing import OwnersPause
 from rollmesh_node.submitting import Submitter
@@ -36,7 +36,6 @@ class NodeReport:
     uplink: Uplink | None = None
     membership: Membership | None = None
     weights: NodeWeights | None = None
-    engines: tuple[EngineSetting, ...] = ()
     generators: tuple[Generator, ...] = ()
     worker: Workforce | None = None
     submitter: Submitter | None = None
@@ -105,7 +104,9 @@ class NodeReport:
             neighbours=len(weights.neighbourhood.peers()) if weights is not None else 0,
             waiting_for=self.waiting_for[: limits.MAX_TEXT_CHARS],
             uptime_s=max(0.0, now - self.started),
-            engine_why="; ".join(dict.fromkeys(engine.why for engine in self.engines))[: limits.MAX_TEXT_CHARS],
+            engine_why="; ".join(dict.fromkeys(generator.why for generator in self.generators))[
+                : limits.MAX_TEXT_CHARS
+            ],
             pause=self._pause,
         )
 

@@ -84,3 +84,18 @@ def test_vllm_that_is_not_installed_is_told_with_the_command(
     monkeypatch.setattr(engine_setting.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     with pytest.raises(UsageError, match=r"pip install 'rollmesh\[vllm\]'"):
         choose_engine(Engine(backend="vllm"), environ=environ)
+
+
+def test_an_automatic_vllm_has_transformers_behind_it_and_a_named_one_has_not(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = engine_setting.importlib.util.find_spec
+    monkeypatch.setattr(engine_setting.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
+    monkeypatch.setattr(engine_setting, "_version", lambda name: "1.0")
+    config = Engine()
+    setting = choose_engine(config, environ=environ)
+    assert setting.declared.backend == "vllm" and setting.fallback is not None
+    first, second = share_engines(setting, config, card=make_card(config=MODEL), environ=environ)
+    assert first.fallback is not None and first.fallback.declared.backend == "transformers"
+    assert second.fallback is not None and second.fallback.spec.environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert choose_engine(Engine(backend="vllm"), environ=environ).fallback is None
