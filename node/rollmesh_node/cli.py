@@ -1,6 +1,6 @@
 """Takes part in a run: generates rollouts for a learner.
 
-The command line of a node: ``rollmesh node run | selfcheck | id | key``. It parses, resolves and starts; the daemon
+The command line of a node: ``rollmesh node run | pause | resume | selfcheck | id | key``. It parses, resolves and
 does the rest and is imported only when it runs.
 """
 
@@ -29,6 +29,12 @@ run see this machine's network address, as in any swarm; --set network.learner_o
 Ctrl-C stops politely: work that is nearly done is finished and sent, the rest goes back. A second one stops at once.
 """
 
+PAUSE_TEXT = """\
+Ends the engine of the node that runs on this machine and frees its memory within seconds. The node gives its work
+back and stays in the run; weights are still fetched and passed on. The pause lasts until `rollmesh node resume`, also
+over a restart.
+"""
+
 SELFCHECK_TEXT = """\
 Recomputes this node's last results, and fresh ones of its engine, as the learner does, and says in words what is wrong
 and what to do. It may be run while the node works, and changes nothing.
@@ -40,13 +46,17 @@ Exit status: 0 all is fine, 1 something is wrong, 2 nothing could be checked.
 def add_parser(subparsers: SubParsers) -> object:
     """Add ``node`` and its own sub-commands."""
     parser = subparsers.add_parser("node", help="take part in a run", description="Take part in a run with this PC.")
-    commands = parser.add_subparsers(dest="node_command", required=True, metavar="run | selfcheck | id | key")
+    commands = parser.add_subparsers(dest="node_command", required=True, metavar="run | pause | ...")
     run_parser = commands.add_parser(
         "run", help="join a run and work", description=RUN_TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     run_parser.add_argument("--join", metavar="LINE", help=f"the join line of the run (or {JOIN_ENV})")
     _add_place(run_parser)
     run_parser.add_argument("--check-config", action="store_true", help="print the resolved configuration and end")
+    pause = commands.add_parser("pause", help="free the engine's memory until resume", description=PAUSE_TEXT)
+    _add_place(pause)
+    resume = commands.add_parser("resume", help="go on after a pause", description="Let a paused node go on.")
+    _add_place(resume)
     _add_selfcheck(commands)
     identity = commands.add_parser("id", help="print this node's peer id", description="Print this node's peer id.")
     _add_place(identity)
@@ -91,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
     match arguments.node_command:
         case "run":
             return _run(arguments, config)
+        case "pause" | "resume":
+            return _order(arguments, config)
         case "selfcheck":
             return _selfcheck(arguments, config)
         case "id":
@@ -121,6 +133,19 @@ def _run(arguments: argparse.Namespace, config: NodeConfig) -> int:
     set_up_logging(form=config.log.format, level=config.log.level)
     folder = folder_of(config, arguments.folder)
     trio.run(lambda: run_node(config, join=join, folder=folder, environ=os.environ))
+    return 0
+
+
+def _order(arguments: argparse.Namespace, config: NodeConfig) -> int:
+    import trio
+
+    from rollmesh_node.owner import give_order
+    from rollmesh_node.places import folder_of
+
+    is_named = arguments.folder is not None or config.node.folder is not None
+    folder = folder_of(config, arguments.folder) if is_named else None
+    for sentence in trio.run(lambda: give_order(arguments.node_command, folder=folder)):
+        print(sentence)
     return 0
 
 

@@ -48,16 +48,26 @@ class Network(Section):
 class Engine(Section):
     """The child process that generates."""
 
-    backend: Literal["auto", "transformers", "scripted"] = "auto"
-    """What generates; auto takes the fastest that is installed; scripted answers without a model, for tests."""
+    backend: Literal["auto", "vllm", "transformers", "scripted"] = "auto"
+    """What generates; auto takes vLLM where it is installed and a GPU is fit; scripted has no model, for tests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it computes; auto takes the GPU where there is one."""
+    gpus: Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(max_length=64)] = ()
+    """Numbers of the GPUs to use, as nvidia-smi shows them; empty: all. Each gets an engine, if the model fits it."""
+    tensor_parallel: Annotated[int, Unit("GPUs"), Field(ge=0, le=64)] = 0
+    """GPUs that share one copy of the model; 0: one, or as many as the model needs. More than one needs vLLM."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The arithmetic; float32 is for CPUs without bfloat16."""
     threads: Annotated[int, Unit("threads"), Field(ge=0, le=1024)] = 0
     """Threads on a CPU; 0 leaves the choice to torch."""
     max_batch_samples: Annotated[int, Unit("rollouts"), Field(ge=1, le=4096)] = 64
     """Rollouts generated side by side; memory grows with it."""
+    compile: bool = False
+    """Let torch compile the model: minutes at the first start, then faster; vLLM decides for itself."""
+    memory_gb: Annotated[float, Unit("GB"), Field(ge=0, le=1e5)] = 0.0
+    """Memory of each device that the engine may take at most; 0: no bound but memory_share."""
+    memory_share: Annotated[float, Unit("share"), Field(gt=0, le=1)] = 0.9
+    """Share of each device's memory that the engine may take at most."""
 
 
 class Limits(Section):
@@ -72,7 +82,7 @@ class Limits(Section):
     completion_tokens: Annotated[int, Unit("tokens"), Field(ge=1, le=limits.MAX_NEW_TOKENS)] = limits.MAX_NEW_TOKENS
     """The longest completion that is generated."""
     groups_at_once: Annotated[int, Unit("groups"), Field(ge=1, le=limits.MAX_GROUPS_PER_REQUEST)] = 8
-    """Groups held at one time, two thirds of them generated and one waiting; more keep a fast GPU busy."""
+    """Groups that each engine holds at one time, a third of them waiting; more keep a fast GPU busy."""
 
 
 class Weights(Section):

@@ -23,12 +23,14 @@ import trio
 from rollmesh_node.base_model import adopt_base_model
 from rollmesh_node.capacity import AHEAD, Capacity
 from rollmesh_node.config import NodeConfig
-from rollmesh_node.engine_setting import choose_engine
-from rollmesh_node.generator import EngineSetting, Generator
+from rollmesh_node.engine_setting import choose_engine, share_engines
+from rollmesh_node.engines import Engines
+from rollmesh_node.generator import EngineSetting
 from rollmesh_node.introduction import Introduction, own_limits
 from rollmesh_node.joining import Membership
 from rollmesh_node.journal import JOURNAL, Journal
 from rollmesh_node.narration import narrate
+from rollmesh_node.pausing import PAUSED, OwnersPause
 from rollmesh_node.places import KEY
 from rollmesh_node.report import NodeReport
 from rollmesh_node.spool import Spool
@@ -36,7 +38,6 @@ from rollmesh_node.stopping import GRACE_S, RECEIPTS_S, Stop
 from rollmesh_node.submitting import Submitter, Tally
 from rollmesh_node.uplink import Uplink
 from rollmesh_node.weights import NodeWeights, open_weights
-from rollmesh_node.worker import Worker
 from rollmesh_peer.control import serve_control
 from rollmesh_peer.folders import control_socket, models_folder
 from rollmesh_peer.keys import hold_key
@@ -66,11 +67,23 @@ async def run_node(config: NodeConfig, *, join: JoinLine, folder: Path, environ:
     """
     with hold_key(folder / KEY) as identity:
         stop = Stop()
-        report = NodeReport(peer=identity.peer, name=config.node.name, software=SOFTWARE, learner=join.learner)
+        pause = OwnersPause(folder / PAUSED)
+        report = NodeReport(
+            peer=identity.peer, name=config.node.name, software=SOFTWARE, learner=join.learner, pause=pause
+        )
         async with trio.open_nursery() as nursery:
             await nursery.start(stop.listen)
-            await nursery.start(serve_control, control_socket("node", folder), report.answer)
-            node = _Node(config, join=join, folder=folder, environ=environ, identity=identity, stop=stop, report=report)
+            await nursery.start(serve_control, control_socket("node", folder), report.answer, pause.obey)
+            node = _Node(
+                config,
+                join=join,
+                folder=folder,
+                environ=environ,
+                identity=identity,
+                stop=stop,
+                report=report,
+                pause=pause,
+            )
             await node.take_part()
             nursery.cancel_scope.cancel()
         tally = report.submitter.tally if report.submitter is not None else Tally()
@@ -102,6 +115,7 @@ class _Node:
         identity: Identity,
         stop: Stop,
         report: NodeReport,
+        pause: OwnersPause,
     ) -> None:
         self._config = config
         self._join = join
@@ -110,6 +124,7 @@ class _Node:
         self._identity = identity
         self._stop = stop
         self._report = report
+        self._pause = pause
         self._engine = choose_engine(config.engine, environ=environ) if config.node.role == "worker" else None
         self._own = own_limits(config)
 
@@ -234,41 +249,38 @@ class _Node:
         report, card = self._report, member.membership.card
         spool = await trio.to_thread.run_sync(Spool, member.folder / "results")
         journal = Journal(self._folder / JOURNAL, run=card.run, learner=card.learner)
-        worker = Worker(
-            self._capacity(card),
-            node=self._identity.peer,
-            own=self._own,
-            uplink=member.uplink,
-            membership=member.membership,
-            keeper=weights.keeper,
-            on_ended=self._ended,
-        )
         submitter = Submitter(
             uplink=member.uplink,
             membership=member.membership,
             spool=spool,
-            on_receipt=worker.receipt_came,
+            on_receipt=lambda: engines.workforce.receipt_came(),  # noqa: PLW0108 - made below
             journal=journal,
         )
-        generator = Generator(
-            engine,
-            card=card,
+        settings = share_engines(engine, self._config.engine, card=card, environ=self._environ)
+        engines = Engines(
+            settings,
+            self._capacity(card),
             identity=self._identity,
+            own=self._own,
+            uplink=member.uplink,
+            membership=member.membership,
             keeper=weights.keeper,
             spool=spool,
             journal=journal,
-            feed=worker.feed,
+            folder=self._folder,
+            pause=self._pause,
             on_result=lambda _lease_id: submitter.notify(),
+            on_ended=self._ended,
         )
-        report.worker, report.submitter, report.generator = worker, submitter, generator
+        for setting in settings:
+            event(_log, "engine chosen", backend=setting.declared.backend, gpus=setting.name or "-", why=setting.why)
+        report.worker, report.submitter = engines.workforce, submitter
+        report.generators = engines.generators
         report.doing = ""
         async with trio.open_nursery() as sending:
             sending.start_soon(submitter.run)
-            sending.start_soon(journal.run, lambda: worker.standing or submitter.tally.standing)
-            async with trio.open_nursery() as generating:
-                generating.start_soon(generator.run)
-                await worker.run(generator)
-                generating.cancel_scope.cancel()
+            sending.start_soon(journal.run, lambda: engines.workforce.standing or submitter.tally.standing)
+            await engines.run()
             with trio.move_on_after(RECEIPTS_S):
                 await submitter.wait_empty()
             if submitter.unsent:
@@ -293,6 +305,8 @@ class _Node:
             self._ended(notice.text)
 
     def _ended(self, text: str) -> None:
+        if self._stop.asked.is_set():
+            return
         event(_log, "the run has ended; thank you for taking part", why=text)
         self._stop.ask("the run has ended")
 

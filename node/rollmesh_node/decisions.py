@@ -46,6 +46,7 @@ from rollmesh_node.events import (
     Load,
     Loaded,
     NotAnswered,
+    Paused,
     SampleMade,
     StopAsked,
     Stopped,
@@ -118,11 +119,9 @@ def _absorb(state: State, event: Event, now: float) -> tuple[State, tuple[Action
             lost = (*state.running, *state.queue)
             down = replace(state, activity="down", loaded=None, running=(), queue=(), engine_why=why)
             return down, _give_back(lost, "node.engine")
-        case Held(why=why, drain=drain):
-            return replace(state, held_why=why, draining=drain), ()
-        case StopAsked(grace_s=grace_s) if state.stop_at is None:
-            return _begin_stop(state, now, grace_s=grace_s)
-        case StopAsked() | Accepted() | Ticked():
+        case Held() | Paused() | StopAsked():
+            return _obey(state, event, now)
+        case Accepted() | Ticked():
             return state, ()
 
 
@@ -184,6 +183,23 @@ def _rest(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     return _back_off(replace(state, activity="idle", running=()), now), _give_back(lost, "node.engine")
 
 
+def _obey(state: State, order: Held | Paused | StopAsked, now: float) -> tuple[State, tuple[Action, ...]]:
+    """What the learner or the owner wants of the whole worker."""
+    match order:
+        case Held(why=why, drain=drain):
+            return replace(state, held_why=why, draining=drain), ()
+        case Paused(why=why):
+            return _pause(state, why)
+        case StopAsked(grace_s=grace_s):
+            return _begin_stop(state, now, grace_s=grace_s) if state.stop_at is None else (state, ())
+
+
+def _pause(state: State, why: str) -> tuple[State, tuple[Action, ...]]:
+    lost = (*state.running, *state.queue) if why else ()
+    kept = replace(state, paused_why=why, running=(), queue=()) if why else replace(state, paused_why="")
+    return kept, (Abandon(), *_give_back(lost, "node.paused")) if lost else ()
+
+
 def _begin_stop(state: State, now: float, *, grace_s: float) -> tuple[State, tuple[Action, ...]]:
     """Give the queue back; let the engine go on if a lease in it should end within the grace, by our own measure."""
     actions = _give_back(state.queue, "node.stopping")
@@ -202,6 +218,8 @@ def _proceed(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
 def _drive(state: State) -> tuple[State, tuple[Action, ...]]:
     """What the engine is to do."""
+    if state.paused_why:
+        return state, ()
     is_current = state.loaded == state.verified
     if state.activity == "idle" and state.verified is not None:
         if not is_current:
@@ -262,7 +280,7 @@ def _sort_out(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     for taken in state.queue:
         if now >= taken.until:
             expired.append(taken)
-        elif state.held_why and not state.draining:
+        elif state.paused_why or (state.held_why and not state.draining):
             held.append(taken)
         elif _is_stale(taken, state, now):
             stale.append(taken)
@@ -294,7 +312,9 @@ def _ask(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
 
 def _wanted_groups(state: State) -> int:
-    if state.activity == "down" or state.held_why or state.verified is None or state.stop_at is not None:
+    if state.loaded is None or state.verified is None:  # a first load may take as long as a lease stands
+        return 0
+    if state.activity == "down" or state.held_why or state.paused_why or state.stop_at is not None:
         return 0
     return wanted_groups(
         state.capacity,

@@ -109,6 +109,13 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Paused:
+    """The owner wants the engine's memory (``why``), or lets the node go on (empty)."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopAsked:
     """Finish what is nearly done within ``grace_s``, give the rest back, then stop."""
 
@@ -122,7 +129,7 @@ class Ticked:
 
 Event = (
     Answered | NotAnswered | Verified | EngineUp | Loaded | Drew | SampleMade | LeaseDone | LeaseSpoiled | EngineRests
-    | EngineDown | Accepted | Held | StopAsked | Ticked
+    | EngineDown | Accepted | Held | Paused | StopAsked | Ticked
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -34,6 +35,7 @@ from rollmesh_node.events import (
     SampleMade,
 )
 from rollmesh_node.journal import Journal
+from rollmesh_node.overseer import Overseer
 from rollmesh_node.results import ResultDesk
 from rollmesh_node.spool import Spool
 from rollmesh_peer.children.launch import ChildSpec
@@ -50,8 +52,10 @@ from rollmesh_protocol.rollout import MAX_FINGERPRINT_CHARS
 LOAD_S: Final = 900.0
 """Deadline of one load: 16 GB from a slow disk, and a model library that compiles kernels."""
 STATS_S: Final = 30.0
-ITEM_S: Final = 600.0
-"""Patience for the next item of the stream: beats come every second or two, but a first step may compile kernels."""
+ITEM_S: Final = 3600.0
+"""The last resort for an engine that says nothing at all; one that stands still is found out much sooner (overseer)."""
+WHY_CHARS: Final = 300
+"""Of a backend's last words, in the reason for another."""
 HOPELESS: Final = frozenset({"card.model", "patch.dtype"})
 """Codes of a load that no second try can mend."""
 
@@ -67,17 +71,12 @@ class EngineSetting:
     is_model: bool
     """False for the scripted engine, which needs neither memory nor a model."""
     load: Mapping[str, object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What the engine last said of itself: samples in flight, and totals of the process. It hangs when none moves."""
-
-    in_flight: int
-    tokens: int
-    steps: int
-    moved_at: float
-    """When one of these numbers last changed; ``trio.current_time``."""
+    why: str = ""
+    """Why this backend, and these GPUs: one sentence for the status."""
+    name: str = ""
+    """Which of several engines, as in "GPU 1"; empty where there is one."""
+    fallback: EngineSetting | None = None
+    """What to go on with if this backend, which nobody asked for by name, turns out not to work here."""
 
 
 @dataclass(kw_only=True)
@@ -110,15 +109,20 @@ class Generator:
         journal: Journal,
         feed: Callable[[Event], None],
         on_result: Callable[[bytes], None],
+        log: Path | None = None,
     ) -> None:
+        """``log``: the file that keeps what the engine prints."""
         self._setting = setting
+        self._overseer = Overseer(
+            device=setting.declared.device, max_rows=_whole(setting.load.get("max_rows")), log=log
+        )
         self._card = card
         self._stop = frozenset(card.stop_tokens)
         self._keeper = keeper
         self._desk = ResultDesk(card, identity=identity, spool=spool, journal=journal)
         self._feed = feed
         self._on_result = on_result
-        self._supervisor = Supervisor(setting.spec, self._prepare)
+        self._supervisor = Supervisor(self._overseer.listening(setting.spec), self._prepare)
         self._nursery: trio.Nursery | None = None
         self._running = trio.CancelScope()
         self._stream: Stream | None = None
@@ -128,14 +132,20 @@ class Generator:
         """Leases in the engine, by the key that it sends back."""
         self._loaded_pid: int | None = None
         self._has_loaded = False
+        self._last: Beat | None = None
+        """Of the stream that is open."""
         self.fingerprint: str = setting.declared.backend
-        self.progress: Progress | None = None
-        """As of the last item of the stream; None while none is open."""
+
+    @property
+    def why(self) -> str:
+        """Why it generates with this backend."""
+        return self._setting.why
 
     @property
     def state(self) -> str:
         """What the child is doing, in words."""
-        return self._supervisor.state
+        state = self._supervisor.state
+        return f"{self._setting.name} {state}" if self._setting.name else state
 
     @property
     def restarts(self) -> int:
@@ -147,6 +157,14 @@ class Generator:
         async with trio.open_nursery() as self._nursery:
             await self._supervisor.run()
 
+    async def stop(self) -> None:
+        """End the child, and keep it ended until :meth:`start`; returns when its memory is free."""
+        await self._supervisor.stop()
+
+    def start(self) -> None:
+        """Undo :meth:`stop`."""
+        self._supervisor.start()
+
     async def _prepare(self, child: Child) -> None:
         assert self._nursery is not None
         self._nursery.start_soon(self._watch, child)
@@ -155,9 +173,9 @@ class Generator:
         """Report a child's life, from its first breath to its last words."""
         event(_log, "engine started", backend=self._setting.declared.backend, pid=child.pid)
         self._feed(EngineUp())
-        failure = await child.wait_dead()
+        why = await self._overseer.attend(child)
         self._forget()
-        self._feed(EngineDown(why=f"the engine to start again: {failure.detail}"))
+        self._feed(EngineDown(why=f"the engine to start again: {why}"))
 
     # --- weights -----------------------------------------------------------------------------------------------------
     async def load(self) -> None:
@@ -182,6 +200,8 @@ class Generator:
                 await self._describe(child)
         except RollmeshError as error:
             self._loaded_pid = None
+            if self._falls_back(child, error):
+                return
             hopeless = error.code in HOPELESS or (not self._has_loaded and isinstance(error, Refused))
             if hopeless and child.is_alive:
                 raise HostError(f"the engine cannot load {self._card.model.source}: {error.detail}") from error
@@ -194,23 +214,38 @@ class Generator:
         self._desk.loaded(view.version, view.root)
         self._feed(Loaded(root=view.root))
 
+    def _falls_back(self, child: Child, error: RollmeshError) -> bool:
+        """Go on with the other backend, where this one says itself that it cannot load the model. Not for memory."""
+        fallback, backend = self._setting.fallback, self._setting.declared.backend
+        if fallback is None or self._has_loaded or isinstance(error, HostError) or not child.is_alive:
+            return False
+        self._setting = replace(fallback, why=f"{backend} was tried first and failed: {error.detail[:WHY_CHARS]}")
+        self._supervisor.spec = self._overseer.listening(fallback.spec)
+        self._end(child, error, f"load the weights with {backend}, so {fallback.declared.backend} is taken")
+        return True
+
     def _model(self) -> dict[str, object]:
         return {
             "config_json": self._card.model.config.decode(),
             "layout": self._card.layout.encode(),
             **self._setting.load,
+            "max_rows": self._overseer.rows,
+            "columns": self._card.limits.prompt_tokens + self._card.limits.new_tokens,
         }
 
     async def _describe(self, child: Child) -> None:
         """Ask what the engine runs on: for the status page and for the learner's calibration."""
         stats = await child.call("stats", {}, deadline_s=STATS_S)
-        notes = stats.get("notes")
-        words = [f"{name} {value}" for name, value in notes.items()] if isinstance(notes, dict) else []
+        told = stats.get("notes")
+        notes = told if isinstance(told, dict) else {}
+        self._overseer.check_device(notes)
+        words = [f"{name} {value}" for name, value in notes.items()]
         self.fingerprint = ", ".join([self._setting.declared.backend, *words])[:MAX_FINGERPRINT_CHARS]
 
     def _end(self, child: Child, error: RollmeshError, what: str) -> None:
         """A child that failed at its work is not trusted with more."""
         event(_log, f"the engine could not {what}", level=logging.WARNING, code=error.code, why=error.detail)
+        self._overseer.failed(error)
         if child.is_alive:
             child.kill(f"could not {what}: {error.detail}")
 
@@ -229,6 +264,8 @@ class Generator:
                     for verb, body in self._unsaid:
                         self._stream.tell(verb, body)
                     self._unsaid.clear()
+                    if self._open:
+                        self._overseer.progress.given(trio.current_time())
                     async for item in self._stream:
                         if child.is_alive:  # else its leases have been given up already
                             self._hear(item)
@@ -236,7 +273,8 @@ class Generator:
                 self._end(child, error, "generate")
                 return
             finally:
-                self._stream, self.progress = None, None
+                self._stream, self._last = None, None
+                self._overseer.progress.rested()
                 self._unsaid.clear()
         self._feed(EngineRests())
 
@@ -247,6 +285,7 @@ class Generator:
             key = next(self._keys)
             self._open[key] = _Open(lease=lease, since=trio.current_time())
             requests.append(group_body(self._request(key, lease)))
+        self._overseer.progress.given(trio.current_time())
         self._say(pipe.ADD, {"requests": requests})
 
     def finish(self) -> None:
@@ -291,12 +330,9 @@ class Generator:
                 self._place(done)
 
     def _note_beat(self, beat: Beat) -> None:
-        last = self.progress
-        numbers = beat.in_flight, beat.tokens, beat.steps
-        if last is None or numbers != (last.in_flight, last.tokens, last.steps):
-            self.progress = Progress(
-                in_flight=beat.in_flight, tokens=beat.tokens, steps=beat.steps, moved_at=trio.current_time()
-            )
+        now = trio.current_time()
+        self._overseer.progress.heard(now, in_flight=beat.in_flight, tokens=beat.tokens, steps=beat.steps)
+        last, self._last = self._last, beat
         if last is not None:
             self._feed(Drew(tokens=max(0, beat.tokens - last.tokens)))
 
@@ -308,9 +344,9 @@ class Generator:
         if held is None or done.index not in wanted or done.index in held.rollouts:
             raise ChildFailed(f"the engine answered for a sample that was not asked for ({done.index})")
         held.rollouts[done.index] = done
-        if self.progress is not None:
-            self.progress = replace(self.progress, moved_at=trio.current_time())
+        self._overseer.progress.moved(trio.current_time())
         if held.is_complete:
+            self._supervisor.prove()
             del self._open[done.key]
             self._nursery.start_soon(self._finish, held, trio.current_time() - held.since)
         self._feed(SampleMade(lease_id=held.lease.lease_id))
@@ -331,3 +367,7 @@ class Generator:
         self._feed(LeaseDone(lease_id=lease_id) if is_kept else LeaseSpoiled(lease_id=lease_id))
         if is_kept:
             self._on_result(lease_id)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

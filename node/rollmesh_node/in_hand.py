@@ -74,6 +74,8 @@ class State:
     wait_why: str = ""
     held_why: str = ""
     draining: bool = False
+    paused_why: str = ""
+    """The owner's pause: there is no engine, and nothing is in hand."""
     engine_why: str = "the engine is starting"
     stop_at: float | None = None
     """When what is in the engine is given up; set once stopping."""
@@ -99,6 +101,8 @@ def waiting_for(state: State, now: float) -> str:
     """One sentence on what keeps the engine from generating; empty while it generates."""
     if state.stop_at is not None:
         return "the last leases before stopping" if state.running or state.finishing else "nothing: stopping"
+    if state.paused_why:
+        return state.paused_why
     if state.is_generating:
         return ""
     if state.activity == "down":

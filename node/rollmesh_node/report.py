@@ -7,15 +7,17 @@ the node generates (or, as a seed, has the newest weights).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import trio
 
 from rollmesh_node.generator import Generator
 from rollmesh_node.joining import Membership
+from rollmesh_node.pausing import OwnersPause
 from rollmesh_node.submitting import Submitter
 from rollmesh_node.uplink import Uplink
 from rollmesh_node.weights import NodeWeights
-from rollmesh_node.worker import Worker
+from rollmesh_node.workforce import Workforce
 from rollmesh_protocol import limits
 from rollmesh_protocol.messages import Standing
 from rollmesh_protocol.status import NodeStatus, StatusAnswer, StatusRequest
@@ -34,10 +36,11 @@ class NodeReport:
     uplink: Uplink | None = None
     membership: Membership | None = None
     weights: NodeWeights | None = None
-    generator: Generator | None = None
-    worker: Worker | None = None
+    generators: tuple[Generator, ...] = ()
+    worker: Workforce | None = None
     submitter: Submitter | None = None
     run: str = ""
+    pause: OwnersPause | None = None
     started: float = field(default_factory=trio.current_time)
     _kept: StatusAnswer | None = None
     _kept_at: float = 0.0
@@ -45,6 +48,8 @@ class NodeReport:
     def answer(self, request: StatusRequest) -> StatusAnswer:
         """The status, for the control socket."""
         del request
+        if self._kept is not None and self._kept.node is not None and self._kept.node.pause != self._pause:
+            self._kept = None  # the owner waits for it
         now = trio.current_time()
         if self._kept is None or now - self._kept_at >= limits.STATUS_EVERY_S:
             self._kept, self._kept_at = StatusAnswer(run=None, node=self._build(now)), now
@@ -99,12 +104,20 @@ class NodeReport:
             neighbours=len(weights.neighbourhood.peers()) if weights is not None else 0,
             waiting_for=self.waiting_for[: limits.MAX_TEXT_CHARS],
             uptime_s=max(0.0, now - self.started),
+            engine_why="; ".join(dict.fromkeys(generator.why for generator in self.generators))[
+                : limits.MAX_TEXT_CHARS
+            ],
+            pause=self._pause,
         )
 
+    @property
+    def _pause(self) -> Literal["", "pausing", "paused"]:
+        return self.pause.state if self.pause is not None else ""
+
     def _engine(self) -> str:
-        if self.generator is None:
+        if not self.generators:
             return "none"
-        return f"{self.generator.fingerprint}; {self.generator.state}"[:256]
+        return "; ".join([self.generators[0].fingerprint, *(generator.state for generator in self.generators)])[:256]
 
     def _standing(self) -> Standing | None:
         if self.worker is not None and self.worker.standing is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import trio
@@ -30,6 +31,7 @@ from rollmesh_node.events import (
     Hold,
     Load,
     NotAnswered,
+    Paused,
     StopAsked,
     Stopped,
     Ticked,
@@ -91,13 +93,16 @@ class Worker:
         membership: Membership,
         keeper: Keeper,
         on_ended: Callable[[str], None],
+        is_elsewhere: Callable[[bytes], bool] = lambda _lease_id: False,
     ) -> None:
+        """``is_elsewhere`` tells whether another worker of this node has a lease in hand."""
         self._node = node
         self._own = own
         self._uplink = uplink
         self._membership = membership
         self._keeper = keeper
         self._on_ended = on_ended
+        self._is_elsewhere = is_elsewhere
         self._state = State(capacity=capacity)
         self._nursery: trio.Nursery | None = None
         self._engine: Engine | None = None
@@ -107,12 +112,19 @@ class Worker:
         self._quarantine = ""
         self.standing: Standing | None = None
         """As of the learner's last answer to a request for work."""
+        self.standing_at = 0.0
+        """When that came."""
 
     # --- what others see ---------------------------------------------------------------------------------------------
     @property
     def leases_open(self) -> int:
         """Leases in hand."""
         return self._state.leases_open
+
+    def has(self, lease_id: bytes) -> bool:
+        """True while that lease is in hand."""
+        state = self._state
+        return any(taken.lease.lease_id == lease_id for taken in (*state.queue, *state.running, *state.finishing))
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,6 +164,13 @@ class Worker:
                 self.feed(Held(why=self._quarantine))
             case "ended":
                 self._on_ended(notice.text)
+
+    def pause(self, why: str) -> None:
+        """Give everything back and take nothing, as the owner wants the engine's memory; or (empty) go on."""
+        if self._nursery is None:
+            self._state = replace(self._state, paused_why=why)
+        else:
+            self.feed(Paused(why=why))
 
     def receipt_came(self) -> None:
         """A result was answered for."""
@@ -230,14 +249,17 @@ class Worker:
 
     def _opened(self, answer: LeaseAnswer) -> Answered:
         """The leases of an answer that are the learner's word, ours, and within the limits."""
-        self.standing = answer.standing
+        self.standing, self.standing_at = answer.standing, trio.current_time()
         self._mind_standing(answer.standing)
         leases: list[Lease] = []
         refused: Counter[str] = Counter()
         last = ""
         for sealed in answer.leases:
             try:
-                leases.append(open_lease(sealed, card=self._membership.card, node=self._node, own=self._own))
+                lease = open_lease(sealed, card=self._membership.card, node=self._node, own=self._own)
+                if self._is_elsewhere(lease.lease_id):
+                    raise Refused("lease.reused", "another engine of this node has that lease")
+                leases.append(lease)
             except Refused as refusal:
                 refused[refusal.code] += 1
                 last = refusal.detail

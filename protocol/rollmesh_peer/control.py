@@ -1,9 +1,10 @@
-"""The control socket: how a daemon answers its owner on the same machine.
+"""The control socket: how a daemon answers, and obeys, its owner on the same machine.
 
 A Unix socket of mode 0600 in a folder of mode 0700. It speaks the frames of the mesh (a big-endian uint32 length, then
-one record): a :class:`StatusRequest` in, a :class:`StatusAnswer` out, one pair for each connection. The invariants:
-only the user who runs the daemon gets in, every wait has a deadline, and a socket that a dead daemon left behind is
-replaced while one that somebody answers on is not.
+one record): a :class:`StatusRequest` or an :class:`OwnerRequest` in, a :class:`StatusAnswer` out, one pair for each
+connection. The invariants: only the user who runs the daemon gets in, orders are taken here and never over the mesh,
+every wait has a deadline, and a socket that a dead daemon left behind is replaced while one that somebody answers on
+is not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
@@ -34,12 +35,29 @@ BACKLOG: Final = 16
 _log = logging.getLogger(__name__)
 
 Answer = Callable[[StatusRequest], StatusAnswer]
+Order = Literal["pause", "resume"]
+Obey = Callable[[Order], None]
+"""Takes an order of the owner. What comes of it is seen in the status."""
+
+
+class OwnerRequest(StatusRequest):
+    """A status, after an order where there is one."""
+
+    order: Order | None = None
+
+
+def _obeys_nobody(order: Order) -> None:
+    raise Refused("request.unknown", f"this daemon cannot {order}")
 
 
 async def serve_control(
-    path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    path: Path,
+    answer: Answer,
+    obey: Obey = _obeys_nobody,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer on ``path`` until cancelled; ``task_status.started()`` is called once the socket listens.
+    """Answer and obey on ``path`` until cancelled; ``task_status.started()`` is called once the socket listens.
 
     ``path`` is one of :func:`rollmesh_peer.folders.control_socket`, whose folder is private to the user.
 
@@ -48,7 +66,7 @@ async def serve_control(
     """
 
     async def exchange(stream: trio.SocketStream) -> None:
-        await _exchange(stream, answer)
+        await _exchange(stream, answer, obey)
 
     with await _listen(path) as listening:
         listener = trio.SocketListener(listening)
@@ -114,17 +132,19 @@ async def _clear(path: Path) -> None:
     raise HostError(f"another rollmesh daemon already answers at {path}")
 
 
-async def _exchange(stream: trio.SocketStream, answer: Answer) -> None:
+async def _exchange(stream: trio.SocketStream, answer: Answer, obey: Obey) -> None:
     """One request and its answer. The boundary: what one caller does wrong ends its connection and nothing else."""
     try:
         with trio.move_on_after(CONTROL_S):
             async with stream:
                 if not _is_own_user(stream):
                     return
-                request = StatusRequest.decode(
+                request = OwnerRequest.decode(
                     await _receive(stream, limit=limits.SMALL_BYTES), limit=limits.SMALL_BYTES
                 )
-                await _send(stream, answer(request).encode())
+                if request.order is not None:
+                    obey(request.order)
+                await _send(stream, answer(StatusRequest(page=request.page)).encode())
     except (Refused, LinkLost, OSError, trio.BrokenResourceError) as error:
         _log.debug("a caller of the control socket left or spoke nonsense: %s", error)
     except Exception:  # noqa: BLE001 - the status is for looking at: a bug in it must not end the daemon

@@ -165,6 +165,10 @@ class NodeStatus(Record):
     neighbours: int = Field(ge=0)
     waiting_for: Sentence
     uptime_s: float = Field(ge=0)
+    engine_why: Sentence = ""
+    """Why it generates with this engine and on these GPUs."""
+    pause: Literal["", "pausing", "paused"] = ""
+    """The owner's word; paused: the engine is gone, and its memory free."""
 
 
 class StatusAnswer(Record):

@@ -101,3 +101,16 @@ async def test_a_model_of_an_unknown_kind_ends_the_node_with_a_sentence(tmp_path
             assert await node.wait(120) == 1
             assert "cannot load" in node.log and "odd" in node.log and "Traceback" not in node.log
             await wait_for(learner, lambda seen: not seen.heard.submitted)
+
+
+async def test_a_model_that_does_not_fit_is_told_with_the_numbers_and_the_node_stays(tmp_path: Path) -> None:
+    card, images = await _tiny_run(tmp_path)
+    async with open_learner(tmp_path / "learner", card=card, image=images[0]) as learner:
+        settings = (*SETTINGS, "engine.memory_gb=0.1")
+        with start_node(tmp_path / "home", learner.mesh.addresses[0], settings=settings) as node:
+            with trio.fail_after(120):
+                await node.until_logged("out of memory: the engine needs")
+            status = await node.until(lambda status: "out of memory" in status.waiting_for)
+            assert "0.1 GB are free for it on cpu" in status.waiting_for
+            assert status.engine_why == "asked for by name" and node.process.poll() is None
+            assert not [request for request in learner.heard.requests if request.groups]

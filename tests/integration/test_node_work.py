@@ -34,7 +34,7 @@ async def test_a_wait_is_shown_and_obeyed(tmp_path: Path) -> None:
             status = await node.until(lambda status: "all work is given out" in status.waiting_for)
             assert status.version_held == 1
             asked = [request for request in learner.heard.requests if request.groups]
-            assert len(asked) == 1
+            assert len(asked) <= 1  # none, where the wait came with the answer to a sign of life
             await wait_for(learner, lambda seen: "all work is given out" in seen.heard.requests[-1].waiting_for)
             assert [request for request in learner.heard.requests if request.groups] == asked
 

@@ -61,15 +61,14 @@ class Host:
         if not isinstance(layout, bytes) or not isinstance(config, str):
             raise ChildFailed("the engine was told to load without a layout or a config", code="child.request")
         started = time.perf_counter()
-        if self._backend is None:
-            self._backend = self._make(body)
-        self._backend.load(
-            Weights(
-                config=json.loads(config),
-                layout=Layout.decode(layout, limit=limits.CARD_BYTES),
-                image=Path(str(body.get("image"))),
-            )
+        weights = Weights(
+            config=json.loads(config),
+            layout=Layout.decode(layout, limit=limits.CARD_BYTES),
+            image=Path(str(body.get("image"))),
         )
+        if self._backend is None:
+            self._backend = self._make(body | self._planned(body, weights))
+        self._backend.load(weights)
         self._hold_root(body)
         return {"load_s": time.perf_counter() - started}
 
@@ -102,6 +101,15 @@ class Host:
         if self._backend is None:
             raise ChildFailed("the engine has no weights", code="child.weights")
         return self._backend
+
+    def _planned(self, body: Body, weights: Weights) -> Body:
+        """What the memory plan changes of a load call; ``HostError`` before anything is allocated that does not fit."""
+        if self._name == "scripted":
+            return {}
+        from rollmesh_node.engine.measured_plan import plan_here
+
+        plan = plan_here(body, config=weights.config, layout=weights.layout)
+        return {"max_rows": plan.rows} if plan is not None else {}
 
     def _make(self, body: Body) -> Backend:
         if self._name == "scripted":

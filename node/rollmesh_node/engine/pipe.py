@@ -1,7 +1,8 @@
 """What travels between the engine's supervisor and its host, as msgpack bodies. Both sides use this file; no torch.
 
     load      {config_json: str, layout: bytes (Layout.encode), image: str, root: bytes?,
-               threads: int?, max_rows: int?, device: 'auto'|'cpu'|'cuda'?, dtype: 'bfloat16'|'float32'?} -> {load_s}
+               threads: int?, max_rows: int?, device: 'auto'|'cpu'|'cuda'?, dtype: 'bfloat16'|'float32'?,
+               gpus: [int]?, compile: bool?, columns: int?, memory_gb: float?, memory_share: float?} -> {load_s}
     swap      {image: str, root: bytes?} -> {load_s}
     generate  {requests: [request]?, finish: bool?}; goes on until it is told to end; held samples go on with it
        notes  add    {requests: [request]}    more work
@@ -15,10 +16,12 @@
     shutdown  {} -> {} and the process ends
 
 A request is {key, prompt: bytes, samples: [{index, seed}], max_new_tokens, stop: [int]}; its key is of no other one in
-the host. ``prompt`` and ``tokens`` are little-endian uint32, ``logprobs`` little-endian float32; ``threads`` 0 or
-absent means what :data:`THREADS_ENV` says, else torch's choice; ``max_rows`` 0 or absent the backend's own bound. The
-four optional fields at the end of load count at the first load of a process. A beat's ``tokens`` and ``steps`` are
-totals: an engine whose beats, rollouts and numbers all stand still hangs. Whoever leaves generate abandons its work.
+the host. ``prompt`` and ``tokens`` are little-endian uint32, ``logprobs`` little-endian float32. A beat's ``tokens``
+and ``steps`` are totals: an engine whose beats, rollouts and numbers all stand still hangs. Whoever leaves generate
+abandons its work. The optional fields of load but root count at the first load of a process: ``threads`` 0 or absent
+means what :data:`THREADS_ENV` says, else torch's choice; ``max_rows`` 0 or absent the backend's own bound; ``columns``
+are the tokens of the run's longest rollout; ``memory_gb`` (0: no bound) and ``memory_share`` what may be taken of a
+device (:mod:`.measured_plan`).
 """
 
 from __future__ import annotations

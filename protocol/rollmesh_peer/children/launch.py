@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -46,6 +46,8 @@ class ChildSpec:
     """Added to the daemon's own niceness, 0 to 19."""
     memory_limit_bytes: int | None = None
     """``RLIMIT_DATA`` of the child (Linux), or None. Not for CUDA processes: drivers reserve what they never use."""
+    hear: Callable[[str], None] | None = None
+    """Called with every line of its stderr, for a log of its own."""
 
 
 def python_argv(module: str, *arguments: str) -> tuple[str, ...]:

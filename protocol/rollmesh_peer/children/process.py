@@ -301,6 +301,8 @@ class Child:
             if text:
                 self._tail.append(text)
                 log.debug("%s: %s", self.spec.name, text)
+                if self.spec.hear is not None:
+                    self.spec.hear(text)
 
     async def _await_exit(self) -> None:
         await self._process.wait()

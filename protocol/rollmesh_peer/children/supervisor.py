@@ -64,6 +64,7 @@ class Supervisor:
         self._open = opener
         self._jitter = jitter
         self._wanted = True
+        self._is_proven = False
         self._state = "not started"
         self._child: Child | None = None
         self._refusal: RollmeshError | None = None
@@ -107,6 +108,10 @@ class Supervisor:
         if self.child is None:
             raise self._refusal or self._none_within(deadline_s)
 
+    def prove(self) -> None:
+        """Note that the child has done what it is for: should it end, the back-off starts afresh."""
+        self._is_proven = True
+
     async def stop(self) -> None:
         """End the child and keep it ended until :meth:`start`; returns when its memory is free."""
         self._wanted = False
@@ -149,6 +154,7 @@ class Supervisor:
     async def _one_life(self) -> tuple[bool, str]:
         """Start, prepare and keep one child; returns when it has ended: was it healthy, and why did it end."""
         prepared_at: float | None = None
+        self._is_proven = False
         try:
             self._tell("starting")
             async with self._open(self.spec) as child:
@@ -160,7 +166,7 @@ class Supervisor:
                 raise await child.wait_dead()
         except RollmeshError as error:
             healthy = prepared_at is not None and trio.current_time() - prepared_at >= HEALTHY_S
-            return healthy, error.detail
+            return healthy or self._is_proven, error.detail
         finally:
             self._child = None
 

@@ -183,6 +183,7 @@ def _node(node: NodeStatus) -> list[RenderableType]:
         ("learner", Text.assemble(f"{_peer(node.learner)}, ", link)),
         ("doing", Text(clean(node.waiting_for) or f"generating, {rate(node.tokens_per_s)} tokens/s")),
         ("engine", Text(clean(node.engine) or "none")),
+        *([("chosen", Text(clean(node.engine_why, limit=400)))] if node.engine_why else []),
         ("weights", Text(held)),
         ("leases", Text(f"{count(node.leases_open)} open")),
         ("rollouts", _outcome(node.accepted, node.rejected)),

@@ -127,6 +127,20 @@ async def test_a_dead_child_is_not_handed_out(clock: trio.testing.MockClock, nur
     assert theatre.most_at_once == 1
 
 
+async def test_a_child_that_has_done_its_work_is_started_again_soon(
+    clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    theatre = Theatre()
+    nursery.start_soon(theatre.supervisor.run)
+    for number in range(8):
+        async with theatre.supervisor.use():
+            theatre.supervisor.prove()
+            theatre.children[number].die()
+            await trio.testing.wait_all_tasks_blocked()
+    gaps = [after - before for before, after in zip(theatre.opened_at, theatre.opened_at[1:], strict=False)]
+    assert gaps == [limits.BACKOFF_FIRST_S] * 7
+
+
 async def test_a_healthy_life_resets_the_delay(clock: trio.testing.MockClock, nursery: trio.Nursery) -> None:
     theatre = Theatre()
     nursery.start_soon(theatre.supervisor.run)

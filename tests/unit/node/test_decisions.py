@@ -33,6 +33,7 @@ from rollmesh_node.events import (
     Load,
     Loaded,
     NotAnswered,
+    Paused,
     SampleMade,
     StopAsked,
     Stopped,
@@ -532,7 +533,7 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
         ledger.begin(some(data.draw(st.integers(1, 7)), swap_mode=data.draw(st.sampled_from(modes))))
     for _ in range(data.draw(st.integers(5, 40))):
         ledger.now += data.draw(st.sampled_from([0.0, 0.1, 1.0, 5.0, 200.0]))
-        rare = data.draw(st.sampled_from(["tick", "hold", "down", "accepted", "loaded", "drew"]))
+        rare = data.draw(st.sampled_from(["tick", "hold", "pause", "down", "accepted", "loaded", "drew"]))
         choices = [rare, "verified"]
         if ledger.state.activity == "down":
             choices += ["up", "up"]
@@ -542,7 +543,8 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
             choices += ["loaded", "loaded", "loaded"]
         if ledger.engine and ledger.told in ("generate", "finish"):
             choices += ["made", "made", "made", "refused"]
-        if ledger.told == "hold" or (ledger.told == "finish" and not ledger.engine):
+        is_abandoned = ledger.state.paused_why and ledger.told != "rest"
+        if ledger.told == "hold" or (ledger.told == "finish" and not ledger.engine) or is_abandoned:
             choices += ["rests", "rests", "rests"]
         if ledger.state.finishing:
             choices += ["done", "spoiled"]
@@ -558,6 +560,11 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
                 ledger.feed(Verified(root=root_of(ledger.version), version=ledger.version))
             case "hold":
                 ledger.feed(Held(why=data.draw(st.sampled_from(["", "paused"])), drain=data.draw(st.booleans())))
+            case "pause":
+                if not ledger.state.paused_why:
+                    ledger.feed(Paused(why="the owner"))
+                elif ledger.state.activity == "down":  # the engine is ended before the owner may let it go on
+                    ledger.feed(Paused(why=""))
             case "down":
                 ledger.told = "rest"
                 ledger.feed(EngineDown(why="gone"))

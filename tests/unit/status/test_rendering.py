@@ -105,6 +105,9 @@ def test_a_node_shows_its_link_its_weights_and_its_last_refusal() -> None:
         width=100,
     )
     assert "not connected" in lost and "next try in 3 s" in lost and "generating" not in lost
+    assert "chosen" not in lost
+    chosen = drawn(StatusAnswer(run=None, node=node_status(engine_why="no NVIDIA GPU was found")), width=100)
+    assert "chosen" in chosen and "no NVIDIA GPU was found" in chosen
 
 
 def test_json_holds_everything_and_is_one_line() -> None:
