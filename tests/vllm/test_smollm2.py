@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import replace
@@ -186,6 +187,36 @@ def test_what_does_not_fit_is_refused_before_anything_is_taken(world, backend):
         assert failure.value.code == "child.request"
         assert backend.in_flight == 0
     assert len(finish(backend, [fine])) == 2
+
+
+async def bare_tokens(llm, requests):
+    """vLLM's own random sampling of the same prompts: no seeds, no log-probs."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    async def one(request, sample):
+        params = SamplingParams(temperature=1.0, max_tokens=request.max_new_tokens, ignore_eos=True, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=request.prompt.tolist())
+        async for output in llm.generate(prompt, params, f"bare-{request.key}-{sample.index}"):
+            drawn = len(output.outputs[0].token_ids)
+        return drawn
+
+    return sum(await asyncio.gather(*(one(request, sample) for request in requests for sample in request.samples)))
+
+
+def test_speed_beside_bare_vllm(world, backend):
+    requests = world.groups(15, lengths=[40] * 8, samples=8, most=64)
+    finish(backend, requests)
+    seconds = {"bare": [], "seeded": []}
+    for _ in range(2):
+        started = time.perf_counter()
+        tokens = backend._engine._call(bare_tokens(backend._engine._llm, requests))
+        seconds["bare"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        assert sum(len(rollout.tokens) for rollout in finish(backend, requests)) == tokens == 64 * 64
+        seconds["seeded"].append(time.perf_counter() - started)
+    bare, seeded = (tokens / min(seconds[name]) for name in ("bare", "seeded"))
+    print(f"\n{seeded:.0f} tokens/s through the backend, {bare:.0f} bare: {seeded / bare:.2f}")
 
 
 def test_a_swap_computes_with_the_new_weights_and_nothing_of_the_old(world, backend):

@@ -240,6 +240,8 @@ class VllmBackend:
             raise ChildFailed(f"vLLM failed: {why}", code=DEAD) from ended.error
         if len(ended.tokens) != len(ended.logprobs):
             raise ChildFailed(f"vLLM gave {len(ended.logprobs)} log-probs for {len(ended.tokens)} tokens", code=DEAD)
+        if not np.isfinite(ended.logprobs).all():
+            raise ChildFailed("the model's logits are not finite; the weights or the engine are broken", code=DEAD)
         return self._live.pop(ended.name)
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
@@ -34,6 +35,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2Processor
 
 from rollmesh_peer.models.sampling import draw
+from rollmesh_protocol.sampling import split_seed
 
 LOGPROBS_MODE = "processed_logits"
 """What the engine must be started with, for the log-probs to be those written here."""
@@ -41,7 +43,7 @@ LOGPROBS_MODE = "processed_logits"
 
 @dataclass
 class Spent:
-    """What sampling has cost in this process."""
+    """What sampling has cost this process; on a GPU the host's part, which is to launch it."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -138,16 +140,33 @@ def _decide(logits: Tensor, *, rows: Sequence[int], seeds: Sequence[int], positi
         return logits
     started = time.perf_counter()
     whole = len(rows) == len(logits)
-    where = torch.tensor(rows, device=logits.device)
-    draws = draw(logits if whole else logits[where], seeds=seeds, positions=positions)
+    where = _sent(np.array(rows), logits.device)
+    tokens, logprobs = _drawn(logits if whole else logits[where], seeds=seeds, positions=positions)
     if whole:
         logits.fill_(-math.inf)
     else:
         logits[where] = -math.inf
-    logits[where, draws.tokens] = draws.logprobs.to(logits.dtype)
+    logits[where, tokens] = logprobs.to(logits.dtype)
     spent.seconds += time.perf_counter() - started
     spent.tokens += len(rows)
     return logits
+
+
+def _drawn(logits: Tensor, *, seeds: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return (tokens, log-probs) of the rows: on a GPU without making the host wait, elsewhere in torch and numpy."""
+    if not logits.is_cuda:
+        draws = draw(logits, seeds=seeds, positions=positions)
+        return draws.tokens, draws.logprobs
+    from rollmesh_node.engine.vllm_draw import draw_without_waiting
+
+    keys = [(position, *split_seed(seed)) for position, seed in zip(positions, seeds, strict=True)]
+    return draw_without_waiting(logits.float(), keys=_sent(np.array(keys), logits.device))
+
+
+def _sent(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return an array on the device; from pinned memory a copy does not wait for what the device still computes."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _stream(params: SamplingParams) -> _Stream | None:

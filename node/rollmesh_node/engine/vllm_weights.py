@@ -90,6 +90,7 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
     def finish_weight_update(self) -> None:
         """Load what waited for the end (padded and attention layers), and leave the model ready."""
         finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_head(self.model)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -101,6 +102,17 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
             self.expected[name] = ParameterSums(elements=tensor.numel(), sums=_flushed_sums(tensor))
             self.sums_s += time.perf_counter() - started
             yield name, tensor
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """Pack a tied output head again: no tensor of the image has its name, so the reload leaves its old packing be.
+
+    Seen with vLLM 0.32 on a CPU; without this the head computes with the weights before the last.
+    """
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if hasattr(head, "cpu_linear") and embedding is not None and head.weight is embedding.weight:
+        head.quant_method.process_weights_after_loading(head)
 
 
 class WorkerReport:
