@@ -137,23 +137,30 @@ def test_begun_samples_go_on_at_their_position(world, backend):
 
 
 def test_dropped_samples_come_back_with_their_tokens_and_can_go_on(world, backend):
-    requests = world.groups(7, lengths=[40] * 10, samples=8, most=60)  # more than there are rows
+    requests = world.groups(7, lengths=[40] * 5, samples=8, most=100)  # more than there are rows
+    before = backend.stats().tokens
     backend.add(requests)
     ended = []
-    while not ended:
+    while backend.stats().tokens < before + 400:
         ended += backend.step()
     partials = backend.drop()
     assert backend.in_flight == 0
     assert backend.drop() == []
-    assert len(ended) + len(partials) == 80
-    assert all(len(partial.tokens) == len(partial.logprobs) < 60 for partial in partials)
+    assert len(ended) + len(partials) == 40
+    assert all(len(partial.tokens) == len(partial.logprobs) < 100 for partial in partials)
     assert {0} < {len(partial.tokens) for partial in partials}, "some were still waiting, others under way"
-    started = [partial for partial in partials if len(partial.tokens)]
-    assert_honest(world.model, requests, started)
+    assert_honest(world.model, requests, [partial for partial in partials if len(partial.tokens)])
     begun = going_on(requests, partials)
     rest = finish(backend, begun)
-    assert len(rest) == len(partials)
+    assert [len(rollout.tokens) for rollout in rest] == [100 - len(s.begun) for group in begun for s in group.samples]
     assert_honest(world.model, begun, rest)
+
+
+def test_what_is_dropped_right_after_it_was_added_is_gone(world, backend):
+    for _ in range(5):
+        backend.add(world.groups(17, lengths=[10] * 20, samples=2, most=500))
+        assert len(backend.drop()) == 40
+    assert len(finish(backend, world.groups(17, lengths=[10], samples=2, most=4))) == 2
 
 
 def test_requests_come_in_while_others_run(world, backend):

@@ -64,7 +64,7 @@ class VllmBackend:
         self._compiled = compiled or vllm_settings.default_cache()
         self._engine: Engine | None = None
         self._layout: Layout | None = None
-        self._vocabulary = 0
+        self._vocabulary, self._longest = 0, 0
         self._fresh = False
         """Whether the weights are those of an image, all of them."""
         self._live: dict[str, tuple[GroupRequest, SampleRequest]] = {}
@@ -79,6 +79,7 @@ class VllmBackend:
             raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
         self._engine = self._start(config, weights.layout)
         self._layout, self._vocabulary = weights.layout, config.vocab_size
+        self._longest = min(self._engine.longest, config.max_position_embeddings)
         self._stats.notes["start"] = f"{time.perf_counter() - started:.1f} s"
         self._update(self._engine, weights.layout, weights.image, started)
 
@@ -94,11 +95,11 @@ class VllmBackend:
 
     def add(self, requests: Sequence[GroupRequest]) -> None:
         """Hand everything to vLLM; see :meth:`.backend.Backend.add`."""
+        engine = self._ready()
         from rollmesh_node.engine.vllm_engine import Order
 
-        engine = self._ready()
         for request in requests:
-            _check(request, vocabulary=self._vocabulary, longest=engine.longest)
+            _check(request, vocabulary=self._vocabulary, longest=self._longest)
         orders = []
         for request in requests:
             for sample in request.samples:
@@ -208,7 +209,11 @@ class VllmBackend:
             config.architectures = [architecture]
             config.dtype = self._dtype
             (Path(folder) / "config.json").write_text(config.to_json_string(use_diff=False))
-            return Engine(Path(folder), settings, stats=self._stats)
+            try:
+                return Engine(Path(folder), settings, stats=self._stats)
+            except Exception as error:  # many types, and the cause stands in the log of a process below
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ChildFailed(f"vLLM did not start; its log says why ({why})", code=DEAD) from error
 
     def _update(self, engine: Engine, layout: Layout, image: Path, started: float) -> None:
         parts = engine.update(image, layout)

@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psutil
 import uvloop
@@ -40,6 +40,10 @@ from rollmesh_node.engine.vllm_sums import Held, check
 from rollmesh_protocol.layout import Layout
 
 T = TypeVar("T")
+_HANDED_OVER_S: Final = 0.05
+"""Within which vLLM has usually been told of an order."""
+_IDLE_S: Final = 10.0
+"""A pause longer than this between two steps was no computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Engine:
 
     def drop(self, names: Sequence[str]) -> None:
         """Abandon orders; each comes out of :attr:`ended` with its tokens so far."""
-        self._call(self._llm.abort(list(names)))
+        self._call(self._drop(frozenset(names)))
 
     def update(self, image: Path, layout: Layout) -> Mapping[str, float]:
         """Load an image into all workers, compare, forget every cached key and value; return the parts in seconds.
@@ -117,6 +121,8 @@ class Engine:
         """End vLLM's processes and the loop."""
 
         async def end() -> None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it would report the end of the others as a failure
             self._llm.shutdown()
 
         self._call(end())
@@ -152,9 +158,16 @@ class Engine:
         image_s = held[0].image_s
         return {"copy": loaded - started - image_s, "sums": image_s + checked - loaded, "cache": ended - checked}
 
+    async def _drop(self, names: frozenset[str]) -> None:
+        waiting = [task for task in self._tasks if task.get_name() in names]
+        while waiting:  # vLLM does not know an order yet that is just being handed over: tell it again
+            await self._llm.abort(list(names))
+            _, pending = await asyncio.wait(waiting, timeout=_HANDED_OVER_S)
+            waiting = list(pending)
+
     def _spawn(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            task = self._loop.create_task(self._follow(order))
+            task = self._loop.create_task(self._follow(order), name=order.name)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -224,7 +237,3 @@ class _Meter(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
-
-
-_IDLE_S = 10.0
-"""A pause longer than this between two steps was no computation."""

@@ -59,28 +59,50 @@ def check(workers: Sequence[Held], *, names: Sequence[str]) -> None:
     first = workers[0]
     if set(first.expected) != set(names):
         raise _mismatch("the weights file", "was not read to its end")
-    groups: dict[str, list[ParameterSums]] = {}
-    for name in names:
-        held = name if name in first.found else ".".join(first.fused.get(part, part) for part in name.split("."))
-        groups.setdefault(held, []).append(first.expected[name])
-    if HEAD in first.found and HEAD not in groups:  # tied: the head computes with the embedding's matrix
-        groups[HEAD] = groups.get(EMBEDDING, [])
-    for stranger in sorted(set(first.found) - set(groups)):
-        raise _mismatch(stranger, "is in no tensor of the weights file")
+    groups = _groups(first)
+    found = [_by_group(worker, groups) for worker in workers]
+    if strangers := set(found[0]) - set(groups):
+        raise _mismatch(min(strangers), "is in no tensor of the weights file")
     for held, parts in groups.items():
-        expected = _added([part.sums for part in parts])
-        elements = sum(part.elements for part in parts)
-        if any(held not in worker.found for worker in workers):
+        if any(held not in mine for mine in found):
             raise _mismatch(held, "is not among the model's parameters")
-        mine = [worker.found[held] for worker in workers]
-        whole = all(entry.elements == elements for entry in mine)
-        right = all(entry.sums == expected for entry in mine) if whole else _added([e.sums for e in mine]) == expected
+        expected = _added(parts)
+        mine = [_added(worker[held]) for worker in found]
+        whole = all(entry.elements == expected.elements for entry in mine)
+        right = all(entry.sums == expected.sums for entry in mine) if whole else _added(mine).sums == expected.sums
         if not right:
             raise _mismatch(held, "does not hold the bits of the weights file")
 
 
-def _added(sums: Sequence[Sums]) -> Sums:
-    return sum(total for total, _ in sums) % 2**64, sum(squares for _, squares in sums) % 2**64
+def _groups(worker: Held) -> dict[str, list[ParameterSums]]:
+    """Return the image's tensors by the name of what holds them in vLLM."""
+    groups: dict[str, list[ParameterSums]] = {}
+    for name, entry in worker.expected.items():
+        fused = ".".join(worker.fused.get(part, part) for part in name.split("."))
+        held = next((one for one in (name, fused) if one in worker.found), _experts(name) or fused)
+        groups.setdefault(held, []).append(entry)
+    if HEAD in worker.found and HEAD not in groups:  # tied: the head computes with the embedding's matrix
+        groups[HEAD] = groups.get(EMBEDDING, [])
+    return groups
+
+
+def _by_group(worker: Held, groups: Mapping[str, object]) -> dict[str, list[ParameterSums]]:
+    found: dict[str, list[ParameterSums]] = {}
+    for name, entry in worker.found.items():
+        found.setdefault(name if name in groups else _experts(name) or name, []).append(entry)
+    return found
+
+
+def _experts(name: str) -> str | None:
+    """Return what stands for all experts of a layer, whose matrices vLLM stacks under other names."""
+    before, found, _ = name.partition(".experts.")
+    return f"{before}.experts" if found else None
+
+
+def _added(parts: Sequence[ParameterSums]) -> ParameterSums:
+    total = sum(part.sums[0] for part in parts) % 2**64
+    squares = sum(part.sums[1] for part in parts) % 2**64
+    return ParameterSums(elements=sum(part.elements for part in parts), sums=(total, squares))
 
 
 def _mismatch(held: str, what: str) -> ChildFailed:

@@ -110,7 +110,7 @@ def _repack_tied_head(model: nn.Module) -> None:
     Seen with vLLM 0.32 on a CPU; without this the head computes with the weights before the last.
     """
     head = getattr(model, "lm_head", None)
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    embedding = _embedding_of(model)
     if hasattr(head, "cpu_linear") and embedding is not None and head.weight is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
 
@@ -142,9 +142,9 @@ class WorkerReport:
 def parameter_sums(model: nn.Module) -> dict[str, ParameterSums]:
     """Return the sums of every parameter of a vLLM model as its kernels see it, a shared one once.
 
-    The output head is read through its kernel under its own name even where it shares the embedding's matrix.
+    The output head is read through its kernel, as ``lm_head``, even where its matrix is the embedding's.
     """
-    head = getattr(model, "lm_head", None)
+    head = getattr(model, "lm_head", None) or _embedding_of(model)
     found: dict[str, ParameterSums] = {}
     for name, parameter in model.named_parameters():
         if parameter.numel():
@@ -155,6 +155,10 @@ def parameter_sums(model: nn.Module) -> dict[str, ParameterSums]:
             label = "lm_head" if module is head else name
             found[f"{label}.weight"] = _read_back(module, columns=_columns_of(module))
     return found
+
+
+def _embedding_of(model: nn.Module) -> nn.Module | None:
+    return getattr(getattr(model, "model", None), "embed_tokens", None)
 
 
 def _columns_of(module: nn.Module) -> int:

@@ -86,3 +86,13 @@ def test_split_parameters_add_up_over_workers_and_whole_ones_must_be_right_in_ea
 def test_what_a_worker_tells_survives_the_pipe():
     held = worker()
     assert Held.decode(held.encode()) == held
+
+
+def test_stacked_experts_are_compared_as_one():
+    name = "model.layers.0.mlp.experts."
+    expected = {f"{name}{i}.{part}.weight": ParameterSums(4, (i, 2 * i)) for i in range(3) for part in ("up", "down")}
+    found = {f"{name}w13_weight": ParameterSums(12, (3, 6)), f"{name}w2_weight": ParameterSums(12, (3, 6))}
+    check([Held(expected=expected, found=found, fused={}, image_s=0.0, check_s=0.0)], names=list(expected))
+    found[f"{name}w2_weight"] = ParameterSums(12, (3, 5))
+    with pytest.raises(ChildFailed, match="mlp.experts does not hold"):
+        check([Held(expected=expected, found=found, fused={}, image_s=0.0, check_s=0.0)], names=list(expected))
