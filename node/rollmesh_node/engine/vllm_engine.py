@@ -156,7 +156,12 @@ class Engine:
             raise RuntimeError("vLLM kept cached keys and values of the old weights: something is still in flight")
         ended = time.perf_counter()
         image_s = held[0].image_s
-        return {"copy": loaded - started - image_s, "sums": image_s + checked - loaded, "cache": ended - checked}
+        return {
+            "copy": loaded - started - image_s,
+            "sums of the image": image_s,
+            "sums of the parameters": checked - loaded,
+            "cache": ended - checked,
+        }
 
     async def _drop(self, names: frozenset[str]) -> None:
         waiting = [task for task in self._tasks if task.get_name() in names]
