@@ -66,8 +66,8 @@ def assert_honest(model: PreTrainedModel, requests: Sequence[GroupRequest], roll
         f"\n{len(margins)} tokens: margin 0 for {(margins == 0).mean():.3f}, largest {margins.max():.3f}; "
         f"log-prob difference median {np.median(gaps):.4f}, 99.9 % {np.quantile(gaps, 0.999):.3f}"
     )
-    assert (margins == 0).mean() > 0.9
-    assert (margins > 0.5).mean() < 0.002
+    assert (margins > 0).sum() < 3 + 0.1 * len(margins)
+    assert (margins > 0.5).sum() < 1 + 0.002 * len(margins)
     assert margins.max() < 1.0
-    assert np.median(gaps) < 0.1, "logits of about 20 in bfloat16 are a sixteenth apart"
+    assert len(gaps) < 50 or np.median(gaps) < 0.1, "logits of about 20 in bfloat16 are a sixteenth apart"
     assert np.quantile(gaps, 0.99) < 0.4

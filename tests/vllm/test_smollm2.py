@@ -23,6 +23,9 @@ from tests.vllm.running import assert_honest, finish, going_on, tokens_of
 
 pytestmark = [NEEDS_VLLM, pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
+EAGER = os.environ.get("ROLLMESH_TEST_EAGER") == "1"
+"""Without compilation the engine starts sooner, for whoever works on something else."""
+
 
 class World:
     """The running engine, and the same weights in transformers."""
@@ -39,7 +42,7 @@ class World:
             for name, tensor in weights_of(self.model).items()
         }
         write_image(changed, layout=self.layout, image=self.other)
-        self.backend = VllmBackend(threads=2, max_rows=32, device="cpu", cache_bytes=600_000_000)
+        self.backend = VllmBackend(threads=2, max_rows=32, device="cpu", cache_bytes=600_000_000, enforce_eager=EAGER)
         self.backend.load(self.weights(self.image))
         print(f"\nload: {self.backend.stats().load_s:.1f} s, {self.backend.stats().notes}")
 
