@@ -26,6 +26,10 @@ pytestmark = [NEEDS_VLLM, pytest.mark.vllm, pytest.mark.model, pytest.mark.slow,
 EAGER = os.environ.get("ROLLMESH_TEST_EAGER") == "1"
 """Without compilation the engine starts sooner, for whoever works on something else."""
 
+BEGINNING = 1
+"""Every prompt begins as the model's training texts do. Behind one to three random tokens instead, bfloat16 decides:
+one log-prob was -4.0 in float32, -8.2 in transformers and -1.4 in vLLM."""
+
 
 class World:
     """The running engine, and the same weights in transformers."""
@@ -54,7 +58,7 @@ class World:
         return [
             GroupRequest(
                 key=key,
-                prompt=generator.integers(100, 40_000, length).astype(np.uint32),
+                prompt=np.array([BEGINNING, *generator.integers(100, 40_000, length - 1)], dtype=np.uint32),
                 samples=tuple(SampleRequest(index=i, seed=(seed << 32) + key * 1000 + i) for i in range(samples)),
                 max_new_tokens=most,
                 stop=frozenset(stop),

@@ -28,7 +28,7 @@ from rollmesh_node.engine import memory, vllm_settings
 from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, SampleRequest, Stats, Weights
 from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.loader import Arithmetic, layout_of_config
-from rollmesh_protocol.errors import ChildFailed, Refused
+from rollmesh_protocol.errors import ChildFailed, Refused, RollmeshError
 from rollmesh_protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -212,11 +212,15 @@ class VllmBackend:
             try:
                 return Engine(Path(folder), settings, stats=self._stats)
             except Exception as error:  # many types, and the cause stands in the log of a process below
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise ChildFailed(f"vLLM did not start; its log says why ({why})", code=DEAD) from error
+                raise ChildFailed(f"vLLM did not start, see its log: {_in_words(error)}", code=DEAD) from error
 
     def _update(self, engine: Engine, layout: Layout, image: Path, started: float) -> None:
-        parts = engine.update(image, layout)
+        try:
+            parts = engine.update(image, layout)
+        except RollmeshError:
+            raise
+        except Exception as error:  # vLLM gives a worker's failure no type of its own
+            raise ChildFailed(f"vLLM did not take the weights: {_in_words(error)}", code="child.weights") from error
         self._fresh = True
         self._stats.loads += 1
         self._stats.load_s = time.perf_counter() - started
@@ -241,8 +245,7 @@ class VllmBackend:
     def _taken(self, ended: Ended) -> tuple[GroupRequest, SampleRequest]:
         """Take what ended out of the books; ``ChildFailed`` when vLLM failed it."""
         if ended.error is not None:
-            why = " ".join(f"{type(ended.error).__name__}: {ended.error}".split())[:300]
-            raise ChildFailed(f"vLLM failed: {why}", code=DEAD) from ended.error
+            raise ChildFailed(f"vLLM failed: {_in_words(ended.error)}", code=DEAD) from ended.error
         if len(ended.tokens) != len(ended.logprobs):
             raise ChildFailed(f"vLLM gave {len(ended.logprobs)} log-probs for {len(ended.tokens)} tokens", code=DEAD)
         if not np.isfinite(ended.logprobs).all():
@@ -259,3 +262,7 @@ def _check(request: GroupRequest, *, vocabulary: int, longest: int) -> None:
             f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the engine's {longest}",
             code="child.request",
         )
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -88,7 +88,11 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
     def receive_weights(self, update_info: ImageUpdate) -> None:
         """Load every tensor of the image."""
         layout = Layout.decode(update_info.layout, limit=limits.CARD_BYTES)
-        self.model.load_weights(self._measured(image_tensors(Path(update_info.image), layout=layout)))
+        try:
+            self.model.load_weights(self._measured(image_tensors(Path(update_info.image), layout=layout)))
+        except BaseException:
+            finalize_layerwise_reload(self.model, self.model_config)  # or the next update would go on with this one
+            raise
 
     def finish_weight_update(self) -> None:
         """Load what waited for the end (padded and attention layers), and leave the model ready."""
