@@ -205,7 +205,7 @@ def _flushed_sums(tensor: Tensor) -> Sums:
     return tensor_sums(torch.where((words & _EXPONENT) == 0, 0, words))
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _sums_of_words(words: NDArray[np.uint16]) -> tuple[np.uint64, np.uint64]:
     """One pass at the speed of memory, where numpy needs five. vLLM's workers have loaded numba already."""
     total, squares = np.uint64(0), np.uint64(0)
