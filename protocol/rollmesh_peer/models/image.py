@@ -65,6 +65,16 @@ def copy_image_into(model: nn.Module, *, layout: Layout, image: Path) -> None:
             weights[spec.name].copy_(tensor_at(index))
 
 
+def image_tensors(image: Path, *, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, view of the mapped file) for every tensor, in the layout's order. Nobody may write to the views.
+
+    A view keeps the mapping alive. ``ChildFailed("child.weights")`` when the file's length does not fit the layout.
+    """
+    with _mapped(image, layout) as tensor_at:
+        for index, spec in enumerate(layout.tensors):
+            yield spec.name, tensor_at(index)
+
+
 def write_image(weights: Mapping[str, Tensor], *, layout: Layout, image: Path, durable: bool = False) -> None:
     """Write the image of named tensors (see :func:`weights_of`) atomically; ``durable`` waits for the disk as well.
 
@@ -102,7 +112,7 @@ def model_sums(model: nn.Module, *, layout: Layout) -> tuple[Sums, ...]:
     in float32 is measured as the bf16 that it was filled from.
     """
     weights = weights_of(model)
-    return tuple(_tensor_sums(weights[spec.name].detach().to(TORCH_DTYPES[spec.dtype])) for spec in layout.tensors)
+    return tuple(tensor_sums(weights[spec.name].detach().to(TORCH_DTYPES[spec.dtype])) for spec in layout.tensors)
 
 
 def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
@@ -116,7 +126,8 @@ def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
             )
 
 
-def _tensor_sums(tensor: Tensor) -> Sums:
+def tensor_sums(tensor: Tensor) -> Sums:
+    """Return the reload sums of a tensor's memory, computed where it lives."""
     words = tensor.contiguous().reshape(-1).view(torch.int16)
     if words.device.type == "cpu":
         return _sums(words.numpy().view(np.uint16))
