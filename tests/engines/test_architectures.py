@@ -1,0 +1,34 @@
+"""Every architecture that a run may have, in every engine: the same tokens, swaps and segments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmesh_peer.models.loader import load_model
+from rollmesh_peer.models.margins import recompute
+from tests.engines.asks import STOP, begun_from, random_groups
+from tests.engines.conftest import MODELS, params
+from tests.engines.judge import ModelJudge
+from tests.engines.models import ARCHITECTURES
+
+OTHERS = [kind for kind in ARCHITECTURES if kind != "llama"]  # which all the other tests are about
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize("name", params(MODELS))
+def test_tokens_swaps_and_segments(subject_of, name, model_type):
+    one = subject_of(name, model_type)
+    requests = random_groups(13, prompts=[1, 30, 17], samples=3, max_new_tokens=24, stop=STOP[:2])
+    rollouts = one.run(requests)
+    assert len(rollouts) == 9
+    one.judge.agree(requests, rollouts)
+    one.swap(one.pair.second)
+    found = {(rollout.key, rollout.index): rollout.tokens for rollout in rollouts}
+    again = [
+        begun_from(request, [found[request.key, s.index][: len(found[request.key, s.index]) // 2] for s in request.samples])
+        for request in requests
+    ]  # fmt: skip
+    rest = one.run(again)
+    one.judge.agree(again, rest)
+    assert one.judge_of(one.pair.first).differ(again, rest)
