@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from rollmesh_peer.models.loader import load_model
-from rollmesh_peer.models.margins import recompute
 from tests.engines.asks import STOP, begun_from, random_groups
 from tests.engines.conftest import MODELS, params
-from tests.engines.judge import ModelJudge
 from tests.engines.models import ARCHITECTURES
 
 OTHERS = [kind for kind in ARCHITECTURES if kind != "llama"]  # which all the other tests are about
@@ -26,9 +22,13 @@ def test_tokens_swaps_and_segments(subject_of, name, model_type):
     one.swap(one.pair.second)
     found = {(rollout.key, rollout.index): rollout.tokens for rollout in rollouts}
     again = [
-        begun_from(request, [found[request.key, s.index][: len(found[request.key, s.index]) // 2] for s in request.samples])
+        begun_from(request, [_first_half(found[request.key, sample.index]) for sample in request.samples])
         for request in requests
-    ]  # fmt: skip
+    ]
     rest = one.run(again)
     one.judge.agree(again, rest)
     assert one.judge_of(one.pair.first).differ(again, rest)
+
+
+def _first_half(tokens):
+    return tokens[: len(tokens) // 2]
