@@ -12,8 +12,9 @@ OTHERS = [kind for kind in ARCHITECTURES if kind != "llama"]  # which all the ot
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
-@pytest.mark.parametrize("name", params(MODELS))
+@pytest.mark.parametrize("name", params(name for name in MODELS if name != "transformers"))
 def test_tokens_swaps_and_segments(subject_of, name, model_type):
+    """(Of transformers in bf16; in float32 the plain decoder has a test for every type.)"""
     one = subject_of(name, model_type)
     requests = random_groups(13, prompts=[1, 30, 17], samples=3, max_new_tokens=24, stop=STOP[:2])
     rollouts = one.run(requests)

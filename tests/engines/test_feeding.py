@@ -107,7 +107,7 @@ def test_what_was_dropped_is_gone_on_with(subject):
 
 
 def test_many_drops_leave_nothing_behind(subject):
-    for turn in range(12):
+    for turn in range(6):
         subject.backend.add(random_groups(20 + turn, prompts=[4, 50], samples=2, max_new_tokens=50))
         if turn % 3:
             subject.backend.step()

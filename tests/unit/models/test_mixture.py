@@ -1,4 +1,4 @@
-"""Audits of a mixture of experts: a token's experts are its own affair, packed or not, and rounding may tip a choice."""
+"""Audits of a mixture of experts: a token goes to its own experts, packed or not; rounding may tip a near tie."""
 
 from __future__ import annotations
 
