@@ -29,8 +29,8 @@ class Tiny:
 
 
 EXTRA: dict[str, dict[str, object]] = {
-    "gemma": {"head_dim": 8},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gemma": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 """What some types need beside the fields that all have."""
 
