@@ -12,6 +12,7 @@ import torch
 from rollmesh_node.engine.backend import Backend, Weights
 from rollmesh_node.engine.scripted_backend import ScriptedBackend
 from rollmesh_node.engine.transformers_backend import TransformersBackend
+from rollmesh_protocol.errors import ChildFailed
 from tests.engines.judge import SCRIPT, Judge, ModelJudge, ScriptedJudge
 from tests.engines.models import Pair, make_pair
 from tests.engines.reference import ReferenceBackend
@@ -48,7 +49,7 @@ class Subject:
     name: str
     backend: Backend
     pair: Pair
-    _judges: dict[Path, Judge]
+    judges: dict[Path, Judge]
     holds: Weights | None = None
 
     @property
@@ -62,8 +63,8 @@ class Subject:
         return self.judge_of(self.holds)
 
     def judge_of(self, weights: Weights) -> Judge:
-        if weights.image not in self._judges:
-            self._judges[weights.image] = (
+        if weights.image not in self.judges:
+            self.judges[weights.image] = (
                 ModelJudge(
                     weights,
                     dtype="float32" if self.name in {"reference", "transformers"} else "bfloat16",
@@ -72,7 +73,7 @@ class Subject:
                 if self.is_model
                 else ScriptedJudge(weights)
             )
-        return self._judges[weights.image]
+        return self.judges[weights.image]
 
     def load(self, weights: Weights) -> None:
         self.holds = None
@@ -130,7 +131,10 @@ def subject_of(started, pairs):
             started[name] = Subject(name, MAKERS[name](), pair, {})
         one = started[name]
         one.pair = pair
-        one.backend.drop()
+        try:
+            one.backend.drop()
+        except ChildFailed:  # a test has broken it: the next one begins afresh
+            started[name] = one = Subject(name, MAKERS[name](), pair, one.judges)
         if one.holds is None or one.holds.layout.digest != pair.first.layout.digest:
             one.load(pair.first)
         elif one.holds.image != pair.first.image:
