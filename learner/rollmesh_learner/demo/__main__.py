@@ -22,6 +22,8 @@ from rollmesh_learner.demo.results import conclude
 from rollmesh_learner.demo.show import Ending, Show
 from rollmesh_protocol.errors import HostError, RollmeshError, UsageError
 
+VLLM_PROGRAM: Final = Path(".venv-vllm/bin/rollmesh")
+"""Nodes whose engine is vLLM run wholly in its environment; from the root of the repository."""
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -51,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         "--learner-set", action="append", default=[], metavar="KEY=VALUE", help="one setting of the learner"
     )
     parser.add_argument("--node-set", action="append", default=[], metavar="KEY=VALUE", help="one setting of the nodes")
+    parser.add_argument(
+        "--backend", choices=("transformers", "vllm"), default="transformers", help="the engine of the nodes"
+    )
     return parser
 
 
@@ -58,13 +63,20 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     program = Path(sys.executable).with_name("rollmesh")
     if not program.exists():
         raise HostError(f"there is no rollmesh command beside {sys.executable}: run make setup")
+    node_program: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    if arguments.backend == "vllm":
+        if not VLLM_PROGRAM.exists():
+            raise HostError(f"there is no {VLLM_PROGRAM}: run make setup-vllm")
+        node_program, engine = (str(VLLM_PROGRAM.absolute()),), ("engine.backend=vllm",)
     return Plan(
         program=(str(program),),
         out=arguments.out.absolute(),
         config=arguments.config,
+        node_program=node_program,
         nodes=NODES,
         learner_settings=tuple(arguments.learner_set),
-        node_settings=tuple(arguments.node_set),
+        node_settings=(*engine, *arguments.node_set),
     )
 
 

@@ -35,6 +35,8 @@ class Plan:
 
     program: tuple[str, ...]
     """How the ``rollmesh`` command is started."""
+    node_program: tuple[str, ...] = ()
+    """The same for the nodes, where their engine has an environment of its own; empty: as the learner's."""
     out: Path
     """An absolute path."""
     config: Path = CONFIG
@@ -100,7 +102,14 @@ class Plan:
             "network.listen": LOOPBACK,
             "engine.threads": NODE_THREADS,
         }
-        return (*self.program, "node", "run", "--join", join, *_words(settings, self.node_settings))
+        return (
+            *(self.node_program or self.program),
+            "node",
+            "run",
+            "--join",
+            join,
+            *_words(settings, self.node_settings),
+        )
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """What the processes see of the environment."""

@@ -6,7 +6,8 @@ before a tensor exists.
 
 Left out on purpose, each refused with its reason: sliding windows (the shared-prompt masks of :mod:`.packing` and the
 engine's assume full attention), RoPE types whose frequencies depend on the longest sequence seen so far (the same
-lease would give other logits in another batch), and types that scale or cap logits outside the output head.
+lease would give other logits in another batch), types that scale or cap logits outside the output head, and mixtures
+of experts whose routing depends on anything but the token's own state (noise, or experts that fill up).
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from rollmesh_peer.models.folder import Json, refuse_remote_code
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import Refused
 
-MODEL_TYPES: Final = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+MODEL_TYPES: Final = ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Each has a test: its head on its last hidden state gives its logits, packed or not, cached or not."""
+REASONS: Final = {
+    "gemma2": "it caps logits and has sliding windows",
+    "gemma3_text": "it has sliding windows",
+    "gpt_oss": "it has sliding windows and attention sinks",
+    "mixtral": "its training adds noise to the routing; qwen3_moe is the mixture that is loaded",
+    "granite": "it scales logits outside the output head",
+    "cohere": "it scales logits outside the output head",
+}
+"""Of types that people ask for, why they are left out."""
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 MAX_LAYERS: Final = 1024
 """Bounds the time that building an empty model takes; the deepest open model has 126."""
@@ -31,6 +41,7 @@ MAX_WIDTH: Final = 1 << 20
 _COMMON: Final = frozenset(field.name for field in dataclasses.fields(PretrainedConfig))
 _OLD_ROPE: Final = frozenset({"rope_theta", "rope_scaling"})
 _SIZES: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_EXPERT_SIZES: Final = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 
 
 def read_config(config: Json) -> PretrainedConfig:
@@ -45,12 +56,20 @@ def read_config(config: Json) -> PretrainedConfig:
         raise _refused("the config asks for quantised weights; runs use bf16, fp16 or fp32")
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise _refused(f"the model type {str(model_type)[:40]!r} is not one of {', '.join(MODEL_TYPES)}")
+        name = str(model_type)[:40]
+        why = REASONS.get(name)
+        raise _refused(
+            f"the model type {name!r} is not one of {', '.join(MODEL_TYPES)}{f': {why}' if why else ''}",
+        )
     known = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     fields = {name: value for name, value in config.items() if name in (known - _COMMON) | _OLD_ROPE}
     _check_sizes(fields)
+    fixed: Json = {"attention_dropout": 0.0}
+    if model_type == "qwen3_moe":
+        _check_experts(fields)
+        fixed = {**fixed, "output_router_logits": False}
     try:
-        read = CONFIG_MAPPING[model_type].from_dict({**fields, "attention_dropout": 0.0})
+        read = CONFIG_MAPPING[model_type].from_dict({**fields, **fixed})
     except Exception as error:  # the library raises many types for a bad config; all mean the same here
         why = " ".join(str(error).split())[:200]
         raise _refused(f"the config is not a valid {model_type} config: {why}") from error
@@ -68,10 +87,25 @@ def _check_sizes(fields: Json) -> None:
             raise _refused(f"{name} must be a whole number from 1 to {most}")
 
 
+def _check_experts(fields: Json) -> None:
+    """Every token goes to its best experts, whatever else is in the batch; there must be enough of them."""
+    defaults = {"decoder_sparse_step": 1}
+    sizes = {name: fields.get(name, defaults.get(name)) for name in _EXPERT_SIZES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_WIDTH:
+            raise _refused(f"{name} must be a whole number from 1 to {MAX_WIDTH}")
+    if sizes["num_experts_per_tok"] > sizes["num_experts"]:  # type: ignore[operator]  # whole numbers by now
+        raise _refused("a token cannot go to more experts than there are")
+
+
 def _check_attention(config: PretrainedConfig) -> None:
     layers = getattr(config, "layer_types", None) or []
     if getattr(config, "sliding_window", None) is not None or any(kind != "full_attention" for kind in layers):
         raise _refused("models with sliding-window attention are not supported yet")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise _refused("models whose tokens see what comes after them are not supported")
+    if config.model_type == "gemma" and not config.tie_word_embeddings:
+        raise _refused("a gemma whose output head is not its embedding is not supported: not every engine has one")
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default") if isinstance(rope, dict) else None
     if rope_type not in ROPE_TYPES:

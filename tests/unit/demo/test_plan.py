@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from rollmesh_learner.config import load_config as load_learner
+from rollmesh_learner.demo.__main__ import VLLM_PROGRAM, _parser, _plan
 from rollmesh_learner.demo.plan import LEARNER, Plan
 from rollmesh_node.config import load_config as load_node
+from rollmesh_protocol.errors import HostError
 
 EXAMPLE = Path(__file__).parents[3] / "deploy/examples/smollm2-arithmetic.toml"
 
@@ -49,6 +52,27 @@ def test_a_node_takes_its_command(plan) -> None:
     assert config.node.name == "node-a"
     assert config.network.listen == ("/ip4/127.0.0.1/tcp/0",)
     assert config.engine.threads == 1
+
+
+def test_nodes_whose_engine_has_an_environment_of_its_own_are_started_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = _parser().parse_args(["--backend", "vllm", "--node-set", "engine.threads=2"])
+    with pytest.raises(HostError, match="make setup-vllm"):
+        _plan(arguments)
+    VLLM_PROGRAM.parent.mkdir(parents=True)
+    VLLM_PROGRAM.touch()
+    plan = _plan(arguments)
+    argv = plan.node_argv("node-a", join="x")
+    assert argv[:3] == (str(tmp_path / VLLM_PROGRAM), "node", "run")
+    assert overrides(argv)[-2:] == ["engine.backend=vllm", "engine.threads=2"]
+    assert plan.learner_argv()[0] == str(Path(sys.executable).with_name("rollmesh"))
+    assert not [word for word in plan.learner_argv() if "vllm" in word]
+
+
+def test_without_a_word_about_it_nodes_and_learner_are_one_program() -> None:
+    plan = _plan(_parser().parse_args([]))
+    assert plan.node_argv("node-a", join="x")[0] == plan.learner_argv()[0]
+    assert not [word for word in plan.node_argv("node-a", join="x") if "backend" in word]
 
 
 def test_more_settings_come_last_and_win(plan) -> None:

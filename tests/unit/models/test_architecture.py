@@ -13,7 +13,8 @@ from rollmesh_peer.models.loader import build_model, layout_of_config
 from rollmesh_protocol.errors import Refused
 from tests.unit.models.tiny import random_model, small_config
 
-FAMILIES = [(model_type, tied) for model_type in MODEL_TYPES for tied in (True, False)]
+ALWAYS_TIED = {"gemma"}
+FAMILIES = [(kind, tied) for kind in MODEL_TYPES for tied in (True, False) if tied or kind not in ALWAYS_TIED]
 
 
 @pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
@@ -38,7 +39,10 @@ def test_a_tied_matrix_is_in_the_layout_once(model_type, tied):
     ("fields", "why"),
     [
         ({"auto_map": {"AutoConfig": "evil.Config"}}, "never run"),
-        ({"model_type": "gpt_oss"}, "not one of"),
+        ({"model_type": "bert"}, "not one of"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' is not one of .* attention sinks"),
+        ({"model_type": "gemma2"}, "'gemma2' is not one of .* caps logits"),
+        ({"model_type": "mixtral"}, "'mixtral' is not one of .* noise"),
         ({"model_type": ["llama"]}, "not one of"),
         ({"model_type": None}, "not one of"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
@@ -75,6 +79,50 @@ def test_configs_that_are_refused(fields, why):
 def test_sliding_windows_are_refused(model_type, fields):
     with pytest.raises(Refused, match="sliding"):
         read_config(small_config(model_type, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_experts": 0}, "num_experts must"),
+        ({"num_experts": 2**40}, "num_experts must"),
+        ({"num_experts_per_tok": 7}, "more experts than there are"),
+        ({"num_experts_per_tok": True}, "num_experts_per_tok must"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size must"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must"),
+    ],
+)
+def test_mixtures_whose_sizes_make_no_sense_are_refused(fields, why):
+    with pytest.raises(Refused, match=why):
+        layout_of_config(small_config("qwen3_moe") | fields)
+
+
+@pytest.mark.parametrize("fields", [{"tie_word_embeddings": False}, {"use_bidirectional_attention": True}])
+def test_a_gemma_that_some_engine_does_not_have_is_refused(fields):
+    with pytest.raises(Refused, match="not supported"):
+        read_config(small_config("gemma", **fields))
+
+
+def test_a_gemmas_embedding_is_scaled():
+    """The scale is the computation's, not the layout's: a loader that forgot it would show in every log-prob."""
+    model = random_model("gemma")
+    with torch.no_grad():
+        ids = torch.arange(5)
+        scaled = model.model.embed_tokens(ids)
+        torch.testing.assert_close(scaled, model.model.embed_tokens.weight[ids] * 32**0.5)
+    assert not [spec.name for spec in layout_of_config(small_config("gemma")).tensors if "scale" in spec.name]
+
+
+def test_an_expert_is_chosen_by_the_tokens_own_state():
+    """The same token goes to the same experts whatever comes after it or beside it in the batch."""
+    model = random_model("qwen3_moe")
+    chosen = []
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    ids = torch.randint(0, 130, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model(input_ids=ids[:, :9], use_cache=False)
+        model(input_ids=torch.cat([ids, ids.flip(1)]), use_cache=False)
+    assert torch.equal(chosen[0], chosen[1].view(2, 24, 2)[0, :9])
 
 
 def test_a_model_larger_than_a_run_is_refused():

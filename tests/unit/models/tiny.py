@@ -28,12 +28,20 @@ class Tiny:
     fp32: PreTrainedModel
 
 
+EXTRA: dict[str, dict[str, object]] = {
+    "gemma": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+"""What some types need beside the fields that all have."""
+
+
 def small_config(model_type: str, **fields: object) -> dict[str, object]:
     """A config of 2 narrow layers of any type that is loaded."""
     return {
         "model_type": model_type, "vocab_size": 130, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": None,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        **EXTRA.get(model_type, {}), **fields,
     }  # fmt: skip
 
 
