@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rollmesh_node.engine import pipe
 from rollmesh_node.engine.backend import Backend, GroupRequest, Weights
@@ -38,7 +38,10 @@ from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, RollmeshError
 from rollmesh_protocol.layout import Layout
 
-BACKENDS: Final = ("transformers", "scripted")
+if TYPE_CHECKING:
+    from rollmesh_peer.models.loader import Arithmetic
+
+BACKENDS: Final = ("transformers", "vllm", "scripted")
 BEAT_S: Final = 1.0
 """A beat is due so long after the last one; a step takes up to ``backend.STEP_S`` more."""
 _LAST_WORD_S: Final = 0.2
@@ -114,14 +117,17 @@ class Host:
     def _make(self, body: Body) -> Backend:
         if self._name == "scripted":
             return ScriptedBackend(Script(**self._script))  # type: ignore[arg-type]
+        threads = _whole(body, "threads") or int(os.environ.get(THREADS_ENV) or 0)
+        max_rows, device = _whole(body, "max_rows"), str(body.get("device") or "auto")
+        dtype: Arithmetic = "float32" if body.get("dtype") == "float32" else "bfloat16"
+        if self._name == "vllm":
+            from rollmesh_node.engine.vllm_backend import VllmBackend
+
+            return VllmBackend(threads=threads, max_rows=max_rows, device=device, dtype=dtype, gpus=_gpus(body))
         from rollmesh_node.engine.transformers_backend import TransformersBackend
 
-        return TransformersBackend(
-            threads=_whole(body, "threads") or int(os.environ.get(THREADS_ENV) or 0),
-            max_rows=_whole(body, "max_rows"),
-            device=str(body.get("device") or "auto"),
-            dtype="float32" if body.get("dtype") == "float32" else "bfloat16",
-        )
+        is_compiled = body.get("compile") is True
+        return TransformersBackend(threads=threads, max_rows=max_rows, device=device, dtype=dtype, compile=is_compiled)
 
 
 class _Session:
@@ -192,6 +198,13 @@ class _Session:
         self._book.forget()
         with contextlib.suppress(Exception):  # where a step has failed, that is what must be told
             self._backend.drop()
+
+
+def _gpus(body: Body) -> tuple[int, ...]:
+    numbers = body.get("gpus") or []
+    if not isinstance(numbers, list) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ChildFailed(f"the engine was given gpus = {numbers!r}", code="child.request")
+    return tuple(numbers)
 
 
 def _whole(body: Body, name: str) -> int:
