@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
-from rollmesh_node.engine.segments import Completion
 
 from rollmesh_node.engine import pipe
 from rollmesh_node.engine.backend import GroupRequest
 from rollmesh_node.engine.pipe import Beat, Refusal, group_body
+from rollmesh_node.engine.segments import Completion
 from rollmesh_peer.children.launch import ChildSpec
 from rollmesh_peer.children.process import Child
 from rollmesh_peer.children.supervisor import Supervisor

@@ -10,11 +10,11 @@ from typing import Final
 
 import numpy as np
 import torch
-from rollmesh_node.engine.segments import Completion
 
 from rollmesh_node.engine import pipe
 from rollmesh_node.engine.backend import GroupRequest
 from rollmesh_node.engine.pipe import group_body
+from rollmesh_node.engine.segments import Completion
 from rollmesh_peer.children.process import Child
 from rollmesh_peer.models.image import image_sums
 from rollmesh_protocol.layout import Layout
