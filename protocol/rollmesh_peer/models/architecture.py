@@ -40,6 +40,8 @@ MAX_WIDTH: Final = 1 << 20
 """Of any other size in a config: hidden, intermediate, heads."""
 _COMMON: Final = frozenset(field.name for field in dataclasses.fields(PretrainedConfig))
 _OLD_ROPE: Final = frozenset({"rope_theta", "rope_scaling"})
+_UNDECLARED: Final = {"qwen3_moe": frozenset({"head_dim"})}
+"""Sizes that a type's model reads though its config does not declare them."""
 _SIZES: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _EXPERT_SIZES: Final = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 
@@ -62,7 +64,8 @@ def read_config(config: Json) -> PretrainedConfig:
             f"the model type {name!r} is not one of {', '.join(MODEL_TYPES)}{f': {why}' if why else ''}",
         )
     known = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    fields = {name: value for name, value in config.items() if name in (known - _COMMON) | _OLD_ROPE}
+    allowed = (known - _COMMON) | _OLD_ROPE | _UNDECLARED.get(model_type, frozenset())
+    fields = {name: value for name, value in config.items() if name in allowed}
     _check_sizes(fields)
     fixed: Json = {"attention_dropout": 0.0}
     if model_type == "qwen3_moe":

@@ -103,6 +103,12 @@ def test_a_gemma_that_some_engine_does_not_have_is_refused(fields):
         read_config(small_config("gemma", **fields))
 
 
+@pytest.mark.parametrize("model_type", ["gemma", "llama", "mistral", "qwen3", "qwen3_moe"])
+def test_heads_may_be_wider_than_their_share(model_type):
+    shapes = {spec.name: spec.shape for spec in layout_of_config(small_config(model_type, head_dim=48)).tensors}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (4 * 48, 32)
+
+
 def test_a_gemmas_embedding_is_scaled():
     """The scale is the computation's, not the layout's: a loader that forgot it would show in every log-prob."""
     model = random_model("gemma")
