@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh_peer.models.folder import Json
+from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.layout import Layout
 
 Finish = Literal["stop", "length"]
@@ -129,3 +130,23 @@ class Backend(Protocol):
 
     def stats(self) -> Stats:
         """Return the totals so far."""
+
+
+def check_request(request: GroupRequest, *, vocabulary: int, longest: int) -> None:
+    """Refuse what a model of so many token ids and positions cannot do, before anything is computed.
+
+    Raises:
+        ChildFailed: ``child.request``, with what is wrong.
+    """
+    if not len(request.prompt):
+        raise ChildFailed("a prompt is empty", code="child.request")
+    if any(len(sample.begun) >= request.max_new_tokens for sample in request.samples):
+        raise ChildFailed(f"a sample has begun and has no token of {request.max_new_tokens} left", code="child.request")
+    given = [request.prompt, *(sample.begun for sample in request.samples)]
+    if int(np.concatenate(given).max()) >= vocabulary:
+        raise ChildFailed(f"a prompt has a token id beyond the vocabulary of {vocabulary}", code="child.request")
+    if len(request.prompt) + request.max_new_tokens > longest:
+        raise ChildFailed(
+            f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the model's {longest}",
+            code="child.request",
+        )

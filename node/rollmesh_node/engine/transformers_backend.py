@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from rollmesh_node.engine import memory, packed_linear
-from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, Stats, Weights
+from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, Stats, Weights, check_request
 from rollmesh_node.engine.decoding import Decoder
 from rollmesh_node.engine.packed_linear import PackedLinear
 from rollmesh_node.engine.passes import Passes
@@ -103,8 +102,9 @@ class TransformersBackend:
         """Queue every sample; see :meth:`.backend.Backend.add`."""
         if self._model is None or self._decoder is None:
             raise ChildFailed("the engine has no weights", code="child.weights")
+        config = self._model.config
         for request in requests:
-            _check(request, self._model)
+            check_request(request, vocabulary=config.vocab_size, longest=config.max_position_embeddings)
         self._decoder.add(requests)
 
     def step(self) -> list[Rollout]:
@@ -143,20 +143,3 @@ class TransformersBackend:
     def _loaded(self, started: float) -> None:
         self._stats.loads += 1
         self._stats.load_s = time.perf_counter() - started
-
-
-def _check(request: GroupRequest, model: PreTrainedModel) -> None:
-    """Refuse what the model cannot do, before anything is computed."""
-    vocabulary, longest = model.config.vocab_size, model.config.max_position_embeddings
-    if not len(request.prompt):
-        raise ChildFailed("a prompt is empty", code="child.request")
-    if any(len(sample.begun) >= request.max_new_tokens for sample in request.samples):
-        raise ChildFailed(f"a sample has begun and has no token of {request.max_new_tokens} left", code="child.request")
-    given = [request.prompt, *(sample.begun for sample in request.samples)]
-    if int(np.concatenate(given).max()) >= vocabulary:
-        raise ChildFailed(f"a prompt has a token id beyond the vocabulary of {vocabulary}", code="child.request")
-    if len(request.prompt) + request.max_new_tokens > longest:
-        raise ChildFailed(
-            f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the model's {longest}",
-            code="child.request",
-        )

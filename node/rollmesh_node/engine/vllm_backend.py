@@ -25,7 +25,16 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollmesh_node.engine import memory, vllm_settings
-from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, SampleRequest, Stats, Weights
+from rollmesh_node.engine.backend import (
+    STEP_S,
+    GroupRequest,
+    Partial,
+    Rollout,
+    SampleRequest,
+    Stats,
+    Weights,
+    check_request,
+)
 from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.loader import Arithmetic, layout_of_config
 from rollmesh_protocol.errors import ChildFailed, Refused, RollmeshError
@@ -99,7 +108,7 @@ class VllmBackend:
         from rollmesh_node.engine.vllm_engine import Order
 
         for request in requests:
-            _check(request, vocabulary=self._vocabulary, longest=self._longest)
+            check_request(request, vocabulary=self._vocabulary, longest=self._longest)
         orders = []
         for request in requests:
             for sample in request.samples:
@@ -251,17 +260,6 @@ class VllmBackend:
         if not np.isfinite(ended.logprobs).all():
             raise ChildFailed("the model's logits are not finite; the weights or the engine are broken", code=DEAD)
         return self._live.pop(ended.name)
-
-
-def _check(request: GroupRequest, *, vocabulary: int, longest: int) -> None:
-    """Refuse what the model cannot do, before anything is computed."""
-    if int(request.prompt.max()) >= vocabulary:
-        raise ChildFailed(f"a prompt has a token id beyond the vocabulary of {vocabulary}", code="child.request")
-    if len(request.prompt) + request.max_new_tokens > longest:
-        raise ChildFailed(
-            f"{len(request.prompt)} prompt and {request.max_new_tokens} new tokens do not fit the engine's {longest}",
-            code="child.request",
-        )
 
 
 def _in_words(error: BaseException) -> str:

@@ -89,7 +89,8 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
         """Load every tensor of the image."""
         layout = Layout.decode(update_info.layout, limit=limits.CARD_BYTES)
         try:
-            self.model.load_weights(self._measured(image_tensors(Path(update_info.image), layout=layout)))
+            tensors = self._measured(image_tensors(Path(update_info.image), layout=layout))
+            self.model.load_weights(one for named in tensors for one in _as_published(*named))
         except BaseException:
             finalize_layerwise_reload(self.model, self.model_config)  # or the next update would go on with this one
             raise
@@ -109,6 +110,22 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
             self.expected[name] = ParameterSums(elements=tensor.numel(), sums=_flushed_sums(tensor))
             self.sums_s += time.perf_counter() - started
             yield name, tensor
+
+
+def _as_published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor under the names of published files: transformers stacks the experts of a layer, gate before up.
+
+    vLLM takes stacks too, but not in this order, which no sum can see.
+    """
+    before, found, last = name.rpartition(".experts.")
+    if not found or last not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    for number, matrix in enumerate(tensor):
+        parts = matrix.chunk(2) if last == "gate_up_proj" else (matrix,)
+        words = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for word, part in zip(words, parts, strict=True):
+            yield f"{before}.experts.{number}.{word}.weight", part
 
 
 def _repack_tied_head(model: nn.Module) -> None:
