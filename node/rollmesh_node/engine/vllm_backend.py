@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from rollmesh_node.engine.vllm_engine import Ended, Engine
 
 DEAD: Final = "child.failed"
+UNPROVEN: Final = {
+    "qwen3_moe": "after a reload its experts answer otherwise than those of transformers; use the transformers engine"
+}
+"""Model types that vLLM has and that fail the tests here, with the reason."""
 
 
 class VllmBackend:
@@ -193,6 +197,8 @@ class VllmBackend:
 
         from rollmesh_node.engine.vllm_engine import Engine
 
+        if config.model_type in UNPROVEN:
+            raise Refused("card.model", f"{config.model_type} in vLLM: {UNPROVEN[config.model_type]}")
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
         if architecture not in ModelRegistry.get_supported_archs():
             raise Refused("card.model", f"vLLM {vllm.__version__} has no {architecture}: use the transformers engine")
