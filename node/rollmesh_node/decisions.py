@@ -58,6 +58,8 @@ from rollmesh_protocol import limits
 
 ASK_PAUSE_S: Final = 0.5
 """Least time between two requests that brought nothing."""
+LAST_ANSWER_S: Final = 5.0
+"""A node that stops waits so long for the answer to its last request: leases in it would be lost."""
 MOST_DOUBLINGS: Final = 30
 """Exponents beyond this only overflow."""
 
@@ -85,8 +87,10 @@ def next_tick(state: State) -> float:
         times.append(state.ask_after)
     times += [taken.until for taken in state.queue]
     times += [taken.patience_until for taken in state.queue if taken.lease.root != state.verified]
-    if state.stop_at is not None:
+    if state.stop_at is not None and state.running:
         times.append(state.stop_at)
+    elif state.stop_at is not None and state.asking and not state.finishing:
+        times.append(state.asked_at + LAST_ANSWER_S)
     return min(times, default=math.inf)
 
 
@@ -265,7 +269,8 @@ def _proceed_to_stop(state: State, now: float) -> tuple[State, tuple[Action, ...
     if state.running and (now >= state.stop_at or not state.is_generating):
         actions += (Abandon(), *_give_back(state.running, "node.stopping"))
         state = replace(state, running=())
-    if not state.running and not state.finishing and not state.stopped:
+    is_answered = not state.asking or now >= state.asked_at + LAST_ANSWER_S
+    if is_answered and not state.running and not state.finishing and not state.stopped:
         actions += (Stopped(),)
         state = replace(state, stopped=True)
     return state, actions

@@ -169,7 +169,7 @@ async def test_old_weights_under_a_newer_name_are_caught_by_the_audit(stage: Sta
             assert (await node.submit(result)).code is None
             if is_long(result):
                 break
-        with trio.fail_after(60):
+        with trio.fail_after(150):
             while not (found := stage.system.rows("SELECT detail FROM offences WHERE peer = ?", node.peer)):
                 await trio.sleep(0.1)
         assert "below" in found[0][0]

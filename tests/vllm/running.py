@@ -31,7 +31,7 @@ def going_on(
     """The same groups, with their unfinished samples' tokens (the first ``kept``) as begun."""
     begun: dict[int, list[SampleRequest]] = {}
     samples = {(request.key, sample.index): sample for request in requests for sample in request.samples}
-    for partial in partials:
+    for partial in sorted(partials, key=lambda partial: (partial.key, partial.index)):
         sample = samples[partial.key, partial.index]
         tokens = np.concatenate([sample.begun, partial.tokens])[:kept]
         begun.setdefault(partial.key, []).append(replace(sample, begun=tokens))

@@ -89,20 +89,6 @@ def test_a_type_draws_its_own_tokens_after_a_load_and_after_a_swap(backend, tmp_
     assert_honest(tiny.model, requests, finish(backend, requests))
 
 
-def test_a_swap_gives_the_tokens_of_a_fresh_load(backend, tmp_path):
-    tiny = Tiny(tmp_path, "qwen2")
-    alone = [groups(lengths=[length], samples=1, most=40)[0] for length in (1, 33, 200)]
-    backend.load(tiny.weights(0))
-    finish(backend, alone)
-    backend.swap(tiny.images[1])
-    swapped = [finish(backend, [request]) for request in alone]  # one at a time: batches round differently
-    backend.load(tiny.weights(1))
-    fresh = [finish(backend, [request]) for request in alone]
-    for one, other in zip(swapped, fresh, strict=True):
-        assert tokens_of(one) == tokens_of(other)
-        assert np.array_equal(one[0].logprobs, other[0].logprobs)
-
-
 def test_rows_that_the_cache_throws_out_come_back_at_their_position(tmp_path):
     tiny = Tiny(tmp_path, "llama")
     per_token = 2 * 2 * 2 * 2 * 32

@@ -16,7 +16,9 @@ import torch
 from rollmesh_node.engine.memory_plan import MemoryPlan, allowed_bytes, gb, model_shape, need_of, plan_memory
 from rollmesh_node.gpus import VISIBLE, find_gpus, usable_gpus
 from rollmesh_node.memory import free_bytes
-from rollmesh_peer.models.loader import best_device
+from rollmesh_peer.models.folder import Json
+from rollmesh_peer.models.loader import best_device, layout_of_config
+from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.layout import Layout
 
 MOST_ROWS: Final = 256
@@ -25,12 +27,15 @@ USUAL_COLUMNS: Final = 2048
 """The same, for a caller that does not know the run's limits."""
 
 
-def plan_here(body: Mapping[str, object], *, config: Mapping[str, object], layout: Layout) -> MemoryPlan | None:
+def plan_here(body: Mapping[str, object], *, config: Json, layout: Layout) -> MemoryPlan | None:
     """The plan for a load call's ``body`` (see :mod:`.pipe`), from what is free here and now; None: see model_shape.
 
     Raises:
+        Refused: ``card.model``: the config is not that of the layout, so its numbers mean nothing.
         HostError: the model does not fit; with the numbers.
     """
+    if layout_of_config(config).digest != layout.digest:
+        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
     shape = model_shape(config)
     if shape is None:
         return None

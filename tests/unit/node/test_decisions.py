@@ -63,6 +63,10 @@ def ready(version: int = 1) -> State:
     return state
 
 
+UNANSWERED = NotAnswered(why="", retry_s=99.0)
+"""The end of a request that brought nothing, and no other soon."""
+
+
 def asked(actions: list[Action]) -> list[int]:
     return [action.groups for action in actions if isinstance(action, Ask)]
 
@@ -305,7 +309,7 @@ def test_a_lease_that_the_engine_does_not_take_goes_back_alone() -> None:
 def test_a_stop_waits_for_results_that_are_being_written() -> None:
     lease = make_lease()
     state, _ = run(ready(), Answered(leases=(lease,)), *samples_of(lease))
-    state, actions = run(state, StopAsked(grace_s=5.0))
+    state, actions = run(state, UNANSWERED, StopAsked(grace_s=5.0))
     assert actions == []
     state, actions = run(state, LeaseDone(lease_id=lease.lease_id))
     assert actions == [Stopped()]
@@ -368,7 +372,7 @@ def test_drain_generates_what_is_in_hand_and_takes_no_more() -> None:
 def test_a_polite_stop_waits_for_what_is_nearly_done() -> None:
     leases = some(6)
     state, _ = run(paced(10 / 16), Answered(leases=leases))  # ten seconds for a lease in a full engine
-    state, actions = run(state, StopAsked(grace_s=5.0), now=8.0)
+    state, actions = run(run(state, UNANSWERED)[0], StopAsked(grace_s=5.0), now=8.0)
     assert returned(actions) == {"node.stopping": 2} and Abandon() not in actions
     state, actions = run(state, *made(*leases[:4]), now=10.0)
     assert Stopped() in actions
@@ -376,7 +380,7 @@ def test_a_polite_stop_waits_for_what_is_nearly_done() -> None:
 
 def test_a_polite_stop_ends_what_has_only_begun() -> None:
     state, _ = run(paced(100 / 16), Answered(leases=some(6)))
-    state, actions = run(state, StopAsked(grace_s=5.0), now=8.0)
+    state, actions = run(run(state, UNANSWERED)[0], StopAsked(grace_s=5.0), now=8.0)
     ids = [lease_id for a in actions if isinstance(a, GiveBack) for lease_id in a.lease_ids]
     assert len(ids) == len(set(ids)) == 6
     assert Abandon() in actions and actions[-1] == Stopped()
@@ -384,7 +388,7 @@ def test_a_polite_stop_ends_what_has_only_begun() -> None:
 
 def test_a_polite_stop_has_a_deadline() -> None:
     state, _ = run(paced(10 / 4), Answered(leases=some(1)))
-    state, actions = run(state, StopAsked(grace_s=5.0), now=8.0)
+    state, actions = run(run(state, UNANSWERED)[0], StopAsked(grace_s=5.0), now=8.0)
     assert Stopped() not in actions
     assert next_tick(state) == 13.0
     state, actions = run(state, Ticked(), now=13.0)
@@ -393,14 +397,23 @@ def test_a_polite_stop_has_a_deadline() -> None:
 
 def test_a_stop_does_not_wait_for_leases_that_are_held() -> None:
     state, _ = run(ready(), Answered(leases=some(1, swap_mode="recompute")), Verified(root=root_of(2), version=2))
-    state, actions = run(state, EngineRests(), StopAsked(grace_s=50.0))
+    state, actions = run(state, UNANSWERED, EngineRests(), StopAsked(grace_s=50.0))
     assert returned(actions) == {"node.stopping": 1} and Stopped() in actions
 
 
-def test_an_idle_worker_stops_at_once_and_returns_late_answers() -> None:
-    state, actions = run(ready(), StopAsked(grace_s=5.0))
+def test_an_idle_worker_stops_at_once() -> None:
+    _, actions = run(ready(), UNANSWERED, StopAsked(grace_s=5.0))
     assert actions == [Stopped()]
-    state, actions = run(state, Answered(leases=(make_lease(),)))
+
+
+def test_a_stop_waits_a_little_for_the_last_answer_and_returns_its_leases() -> None:
+    asking, actions = run(ready(), StopAsked(grace_s=5.0))
+    assert actions == [] and next_tick(asking) == asking.asked_at + decisions.LAST_ANSWER_S
+    _, actions = run(asking, Answered(leases=(make_lease(),)))
+    assert returned(actions) == {"node.stopping": 1} and actions[-1] == Stopped()
+    silent, actions = run(asking, Ticked(), now=decisions.LAST_ANSWER_S)
+    assert actions == [Stopped()]
+    _, actions = run(silent, Answered(leases=(make_lease(),)), now=decisions.LAST_ANSWER_S)
     assert returned(actions) == {"node.stopping": 1} and Stopped() not in actions
 
 
@@ -604,7 +617,7 @@ def test_every_lease_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
     ledger.feed(StopAsked(grace_s=1.0))
     for taken in ledger.state.finishing:
         ledger.feed(LeaseDone(lease_id=taken.lease.lease_id))
-    ledger.now += 1.0
+    ledger.now += max(1.0, decisions.LAST_ANSWER_S)
     ledger.feed(Ticked())
     assert ledger.state.stopped and not ledger.open
 
