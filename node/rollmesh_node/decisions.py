@@ -82,7 +82,8 @@ def advance(state: State, event: Event, now: float) -> tuple[State, tuple[Action
 
 def next_tick(state: State) -> float:
     """When to call :func:`advance` with :class:`Ticked` at the latest, if nothing else happens."""
-    times = [] if state.asking else [state.asked_at + limits.HEARTBEAT_S]
+    is_quiet = state.asking or state.stop_at is not None  # no sign of life is due
+    times = [] if is_quiet else [state.asked_at + limits.HEARTBEAT_S]
     if not state.asking and _wanted_groups(state):
         times.append(state.ask_after)
     times += [taken.until for taken in state.queue]

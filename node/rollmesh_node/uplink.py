@@ -1,14 +1,18 @@
 """The node's conversation with its learner: one typed method for each request stream.
 
 It keeps the newest head that any answer named. Every request has a deadline and raises ``LinkLost`` or ``Refused``;
-whether to try again is the caller's decision. Nothing is believed here beyond the form of an answer: what is signed
-stays sealed for its reader.
+whether to try again is the caller's decision. Requests are paced: a node whose engines end many leases a second keeps
+below the rate from which on the learner takes it for a flood. Nothing is believed here beyond the form of an answer:
+what is signed stays sealed for its reader.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
+
+import trio
 
 from rollmesh_peer.mesh.keeping import LinkKeeper
 from rollmesh_peer.mesh.requests import ask
@@ -37,6 +41,7 @@ class Uplink:
         self._mesh = mesh
         self._link = link
         self._listeners: list[Callable[[Head], None]] = []
+        self._turn_at = -math.inf
         self.head: Head | None = None
         """The newest version that the learner has named; None before its first answer."""
 
@@ -87,6 +92,7 @@ class Uplink:
 
     async def submit(self, sealed: bytes) -> Receipt:
         """Send a sealed result; the same bytes may be sent any number of times."""
+        await self._turn()
         raw = await ask(
             self._mesh,
             self.learner,
@@ -108,10 +114,17 @@ class Uplink:
         return answer
 
     async def _ask(self, protocol: str, request: Record, *, answer: type[R], answer_bytes: int, deadline_s: float) -> R:
+        await self._turn()
         raw = await ask(
             self._mesh, self.learner, protocol, request.encode(), answer_bytes=answer_bytes, deadline_s=deadline_s
         )
         return _read(answer, raw, limit=answer_bytes)
+
+    async def _turn(self) -> None:
+        """Return when one more request keeps to our own rate."""
+        unused_s = limits.OWN_REQUEST_BURST / limits.OWN_REQUESTS_PER_S
+        self._turn_at = max(self._turn_at, trio.current_time() - unused_s) + 1 / limits.OWN_REQUESTS_PER_S
+        await trio.sleep_until(self._turn_at)
 
     def _note(self, head: Head) -> None:
         if self.head is None or head.version > self.head.version:

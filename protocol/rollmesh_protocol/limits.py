@@ -98,6 +98,9 @@ MAX_REQUESTS_PER_S: Final = 20.0
 """Requests a second of one peer, averaged: a node with a fast GPU hands in some five results a second. Chunks are asked
 for on streams that stay open."""
 REQUEST_BURST: Final = 100
+OWN_REQUESTS_PER_S: Final = 15.0
+OWN_REQUEST_BURST: Final = 50
+"""What a node allows itself of the two."""
 MAX_FRAMES_PER_S: Final = 500.0
 """Small muxer frames a second that are read of one connection, averaged; a request takes six. What we send ourselves
 earns more, so that a fast transfer is not held up."""

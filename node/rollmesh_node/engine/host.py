@@ -106,11 +106,15 @@ class Host:
         return self._backend
 
     def _planned(self, body: Body, weights: Weights) -> Body:
-        """What the memory plan changes of a load call; ``HostError`` before anything is allocated that does not fit."""
+        """What the memory plan changes of a load call, before anything is allocated.
+
+        Raises ``Refused`` for a config of another layout, ``HostError`` for what does not fit.
+        """
         if self._name == "scripted":
             return {}
-        from rollmesh_node.engine.measured_plan import plan_here
+        from rollmesh_node.engine.measured_plan import check_layout, plan_here
 
+        check_layout(weights.config, layout=weights.layout)
         plan = plan_here(body, config=weights.config, layout=weights.layout)
         return {"max_rows": plan.rows} if plan is not None else {}
 

@@ -31,11 +31,8 @@ def plan_here(body: Mapping[str, object], *, config: Json, layout: Layout) -> Me
     """The plan for a load call's ``body`` (see :mod:`.pipe`), from what is free here and now; None: see model_shape.
 
     Raises:
-        Refused: ``card.model``: the config is not that of the layout, so its numbers mean nothing.
         HostError: the model does not fit; with the numbers.
     """
-    if layout_of_config(config).digest != layout.digest:
-        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
     shape = model_shape(config)
     if shape is None:
         return None
@@ -62,6 +59,12 @@ def plan_here(body: Mapping[str, object], *, config: Json, layout: Layout) -> Me
         f"rollouts, {gb(plan.free_bytes)} usable on {device}\n"
     )
     return plan
+
+
+def check_layout(config: Json, *, layout: Layout) -> None:
+    """Raise ``Refused("card.model")`` when the config is not that of the layout: then its numbers mean nothing."""
+    if layout_of_config(config).digest != layout.digest:
+        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
 
 
 def _measured(device: str, parts: int) -> tuple[int | None, int | None]:

@@ -10,7 +10,8 @@ from rollmesh_node.engine import measured_plan
 from rollmesh_node.engine.host import Host
 from rollmesh_node.engine.measured_plan import plan_here
 from rollmesh_node.gpus import Gpu
-from rollmesh_protocol.errors import HostError
+from rollmesh_peer.models.loader import layout_of_config
+from rollmesh_protocol.errors import HostError, Refused
 from rollmesh_protocol.layout import Layout, TensorSpec
 from rollmesh_protocol.limits import GIB
 
@@ -48,7 +49,11 @@ def test_the_gpu_with_the_least_counts_where_several_share_a_model(monkeypatch: 
 
 def test_the_host_refuses_before_it_makes_a_backend() -> None:
     host = Host(backend="transformers", script={})
-    body = {"config_json": json.dumps(CONFIG), "layout": LAYOUT.encode(), "image": "/nowhere", "device": "cpu"}
+    config = CONFIG | {"intermediate_size": 2048, "max_position_embeddings": 512}
+    layout = layout_of_config(config)
+    body = {"config_json": json.dumps(config), "layout": layout.encode(), "image": "/nowhere", "device": "cpu"}
+    with pytest.raises(Refused, match="other tensors than the layout"):
+        host.load(body | {"layout": LAYOUT.encode()})
     with pytest.raises(HostError, match="out of memory: the engine needs"):
         host.load(body | {"memory_gb": 0.5})
     assert host.stats({}) == {}

@@ -14,8 +14,6 @@ from rollmesh_peer.models.image import weights_of
 from rollmesh_peer.models.loader import build_model
 from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 
-MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-"""What a mixture of experts needs besides."""
 SIZES = {
     "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "sliding_window": None,
@@ -25,8 +23,7 @@ SIZES = {
 
 def random_model(model_type: str, *, dtype: torch.dtype = torch.float64, **config: object) -> PreTrainedModel:
     """A model of a type with random weights; in float64, so that only rounding of float32 parts is left."""
-    more = MIXTURE if model_type == "qwen3_moe" else {}
-    model = build_model({"model_type": model_type, "tie_word_embeddings": True, **SIZES, **more, **config})
+    model = build_model({"model_type": model_type, "tie_word_embeddings": True, **SIZES, **config})
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in weights_of(model).values():

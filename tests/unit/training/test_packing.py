@@ -38,7 +38,11 @@ def gradients(model: PreTrainedModel, states: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+DENSE = [name for name in MODEL_TYPES if name != "qwen3_moe"]
+"""Grouped products of experts do not come in float64, in which these tests compute; tests/unit/models has them."""
+
+
+@pytest.mark.parametrize("model_type", DENSE)
 def test_states_and_gradients_equal_those_of_each_sample_alone(model_type: str) -> None:
     model = random_model(model_type)
     samples = random_samples(0)
