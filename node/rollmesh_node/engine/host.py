@@ -112,9 +112,10 @@ class Host:
         """
         if self._name == "scripted":
             return {}
-        from rollmesh_node.engine.measured_plan import check_layout, plan_here
+        from rollmesh_node.engine.measured_plan import plan_here
+        from rollmesh_peer.models.loader import require_layout
 
-        check_layout(weights.config, layout=weights.layout)
+        require_layout(weights.config, layout=weights.layout)
         plan = plan_here(body, config=weights.config, layout=weights.layout)
         return {"max_rows": plan.rows} if plan is not None else {}
 

@@ -17,8 +17,7 @@ from rollmesh_node.engine.memory_plan import MemoryPlan, allowed_bytes, gb, mode
 from rollmesh_node.gpus import VISIBLE, find_gpus, usable_gpus
 from rollmesh_node.memory import free_bytes
 from rollmesh_peer.models.folder import Json
-from rollmesh_peer.models.loader import best_device, layout_of_config
-from rollmesh_protocol.errors import Refused
+from rollmesh_peer.models.loader import best_device
 from rollmesh_protocol.layout import Layout
 
 MOST_ROWS: Final = 256
@@ -59,12 +58,6 @@ def plan_here(body: Mapping[str, object], *, config: Json, layout: Layout) -> Me
         f"rollouts, {gb(plan.free_bytes)} usable on {device}\n"
     )
     return plan
-
-
-def check_layout(config: Json, *, layout: Layout) -> None:
-    """Raise ``Refused("card.model")`` when the config is not that of the layout: then its numbers mean nothing."""
-    if layout_of_config(config).digest != layout.digest:
-        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
 
 
 def _measured(device: str, parts: int) -> tuple[int | None, int | None]:

@@ -42,9 +42,13 @@ def cells_that_fit(config: PretrainedConfig, *, device: str, cell_bytes: int = 2
     free = free_bytes(device=device)
     if free is None:
         return sys.maxsize
+    return int((free + held_bytes) * CACHE_SHARE / bytes_per_token(config, cell_bytes=cell_bytes))
+
+
+def bytes_per_token(config: PretrainedConfig, *, cell_bytes: int = 2) -> int:
+    """Return what one token's keys and values take over all layers, ``cell_bytes`` for each number."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * cell_bytes * config.num_hidden_layers * config.num_key_value_heads * size
-    return int((free + held_bytes) * CACHE_SHARE / per_token)
+    return int(2 * cell_bytes * config.num_hidden_layers * config.num_key_value_heads * size)
 
 
 def free_bytes(*, device: str) -> int | None:

@@ -36,7 +36,7 @@ from rollmesh_node.engine.backend import (
     check_request,
 )
 from rollmesh_peer.models.architecture import read_config
-from rollmesh_peer.models.loader import Arithmetic, layout_of_config
+from rollmesh_peer.models.loader import Arithmetic, require_layout
 from rollmesh_protocol.errors import ChildFailed, Refused, RollmeshError
 from rollmesh_protocol.layout import Layout
 
@@ -88,8 +88,7 @@ class VllmBackend:
         started = time.perf_counter()
         self.close()
         config = read_config(weights.config)
-        if layout_of_config(weights.config).digest != weights.layout.digest:
-            raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
+        require_layout(weights.config, layout=weights.layout)
         self._engine = self._start(config, weights.layout)
         self._layout, self._vocabulary = weights.layout, config.vocab_size
         self._longest = min(self._engine.longest, config.max_position_embeddings)

@@ -119,14 +119,8 @@ def plan_cache(config: PretrainedConfig, *, device: str, weights_bytes: int, max
     if wanted or device != "cpu":
         return wanted
     free = memory.free_bytes(device=device)
-    full: int = max_rows * config.max_position_embeddings * bytes_per_token(config)
+    full: int = max_rows * config.max_position_embeddings * memory.bytes_per_token(config)
     if free is None:
         return min(CPU_CACHE_BYTES, full)
     room = int((free - weights_bytes - memory.RUNTIME_BYTES) * CPU_CACHE_SHARE)
     return max(min(CPU_CACHE_BYTES, full, room), limits.MIB)
-
-
-def bytes_per_token(config: PretrainedConfig) -> int:
-    """Return what one token's keys and values take over all layers, in bf16."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * size)

@@ -70,6 +70,12 @@ def layout_of_config(config: Json) -> Layout:
     return layout
 
 
+def require_layout(config: Json, *, layout: Layout) -> None:
+    """Raise ``Refused("card.model")`` when the config makes other tensors than the layout has; nothing is allocated."""
+    if layout_of_config(config).digest != layout.digest:
+        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
+
+
 def load_model(
     config: Json,
     *,
@@ -84,8 +90,7 @@ def load_model(
     Raises ``Refused("card.model")`` for the config, before a tensor exists when it makes other tensors than the layout
     has (which is what limits were checked against); ``ChildFailed("child.weights")`` when the image does not agree.
     """
-    if layout_of_config(config).digest != layout.digest:
-        raise Refused("card.model", "the model of the config has other tensors than the layout of the run")
+    require_layout(config, layout=layout)
     model = build_model(config, arithmetic=arithmetic, attention=attention, device=device)
     copy_image_into(model, layout=layout, image=image)
     check_reload(model, layout=layout, image=image)

@@ -42,17 +42,10 @@ from rollmesh_node.events import (
 )
 from rollmesh_node.in_hand import State, waiting_for
 from rollmesh_protocol import limits
+from tests.unit.node.deciding import run
 from tests.unit.node.leases import make_lease, root_of
 
 CAPACITY = Capacity(batch_samples=16, groups=8, group_samples=4)
-
-
-def run(state: State, *events: Event, now: float = 0.0) -> tuple[State, list[Action]]:
-    actions: list[Action] = []
-    for event in events:
-        state, more = advance(state, event, now)
-        actions += more
-    return state, actions
 
 
 def ready(version: int = 1) -> State:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from rollmesh_node.capacity import Capacity
-from rollmesh_node.decisions import advance
 from rollmesh_node.events import (
     Abandon,
-    Action,
     Add,
     Answered,
     Ask,
     EngineDown,
     EngineRests,
     EngineUp,
-    Event,
     Generate,
     GiveBack,
     LeaseDone,
@@ -27,17 +24,10 @@ from rollmesh_node.events import (
     Verified,
 )
 from rollmesh_node.in_hand import State, waiting_for
+from tests.unit.node.deciding import run
 from tests.unit.node.leases import make_lease, root_of
 
 CAPACITY = Capacity(batch_samples=8, groups=8, group_samples=4)
-
-
-def run(state: State, *events: Event, now: float = 0.0) -> tuple[State, list[Action]]:
-    actions: list[Action] = []
-    for event in events:
-        state, more = advance(state, event, now)
-        actions += more
-    return state, actions
 
 
 def working() -> State:
