@@ -269,7 +269,7 @@ class _Node:
             journal=journal,
             folder=self._folder,
             pause=self._pause,
-            on_result=lambda _lease_id: submitter.notify(),
+            on_result=submitter.notify,
             on_ended=self._ended,
         )
         for setting in settings:

@@ -62,19 +62,20 @@ class Submitter:
     tally: Tally = field(default_factory=Tally)
     _news: trio.Event = field(default_factory=trio.Event)
     _empty: trio.Event = field(default_factory=trio.Event)
-    _unsent: int = 0
+    _unsent: set[bytes] = field(default_factory=set)
     _untold: int = 0
     _tell_at: float = 0.0
 
     @property
     def unsent(self) -> int:
-        """Results that wait for a receipt, as of the last round."""
-        return self._unsent
+        """Results that wait for a receipt."""
+        return len(self._unsent)
 
-    def notify(self) -> None:
+    def notify(self, lease_id: bytes) -> None:
         """There is a new result in the spool."""
-        self._unsent += 1
-        self._empty = trio.Event()
+        self._unsent.add(lease_id)
+        if self._empty.is_set():
+            self._empty = trio.Event()
         self._news.set()
 
     async def wait_empty(self) -> None:
@@ -87,9 +88,10 @@ class Submitter:
         while True:
             self._news = trio.Event()
             waiting = await trio.to_thread.run_sync(self.spool.pending)
-            self._unsent = len(waiting)
+            self._unsent = self._unsent.union(waiting) if self._news.is_set() else set(waiting)
             if not waiting:
-                self._empty.set()
+                if not self._unsent:
+                    self._empty.set()
                 await self._news.wait()
                 continue
             await self.membership.wait_admitted()
@@ -138,7 +140,7 @@ class Submitter:
             self._count(receipt, rollouts=_num_rollouts(sealed))
         fault_point("node.receipt_came")
         await trio.to_thread.run_sync(self.spool.drop, lease_id)
-        self._unsent -= 1
+        self._unsent.discard(lease_id)
         if not self._unsent:
             self._empty.set()
         self.on_receipt()

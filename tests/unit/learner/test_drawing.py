@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
+from rollmesh_learner.audit import drawing
 from rollmesh_learner.audit.draw import is_drawn
 from rollmesh_learner.audit.drawing import MEANS
 from rollmesh_learner.audit.weighing import Means
@@ -93,13 +95,23 @@ async def test_a_restart_keeps_every_draw_and_scores_again_what_was_not_drawn_ye
         assert await draw_means(again.ledger, MEANS) == means
 
 
-async def test_in_full_standing_the_telling_ones_are_drawn_and_the_mean_is_kept(folder: Path) -> None:
+async def test_in_full_standing_the_telling_ones_are_drawn_and_the_mean_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: dict[tuple[bytes, int], float] = {}
+
+    def noted(key: bytes, *, lease_id: bytes, sample: int, rate: float) -> bool:
+        rates[lease_id, sample] = rate
+        return is_drawn(key, lease_id=lease_id, sample=sample, rate=rate)
+
+    monkeypatch.setattr(drawing, "is_drawn", noted)
     async with settled_life(folder, RULES) as (life, (north, _)):
         stand(life, north, STEADY)
         life.registry.rules = StandingRules(
             new_rollouts=0, probation_rollouts=0, rate_new=1.0, rate_probation=1.0, rate_steady=0.1
         )
-        drawn: list[tuple[float, bool]] = []
+        won: list[float] = []
+        lost: list[float] = []
         for _ in range(150):
             life.put_prompts()
             if life.book.batch_is_ready():
@@ -108,12 +120,13 @@ async def test_in_full_standing_the_telling_ones_are_drawn_and_the_mean_is_kept(
             await north.work_off(life, groups=2)
             for rollout in [*life.book.unscored()]:
                 await life.score_one(rollout, reward=float(rollout.group_id % 3 == 0 and rollout.sample == 0))
-            drawn += [(r.reward or 0.0, r.drawn) for s in ("ready", "auditing") for r in [*life.book.pending(s)]]
+            decided = [r for state in ("ready", "auditing") for r in life.book.pending(state)]
+            for r in decided:
+                (won if r.reward else lost).append(rates[r.lease_id, r.sample])
             for rollout in [*life.book.pending("auditing")]:
                 await life.ledger.commit(*life.book.pass_audit(rollout.key, rollout.logprobs))
-        won = [is_drawn for reward, is_drawn in drawn if reward]
-        lost = [is_drawn for reward, is_drawn in drawn if not reward]
-        assert len(won) > 40 and sum(won) / len(won) > 1.5 * sum(lost) / len(lost)
+        assert len(won) > 40 and mean(won) > 1.5 * mean(lost)
+        assert mean(won + lost) == pytest.approx(0.1, rel=0.1)
         tokens = await audit_tokens(life.ledger)
         assert tokens.work == life.drawer.work_tokens == life.drawer.means.work_tokens
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import trio
 
 from rollmesh_node.own_limits import OwnLimits, open_lease
@@ -57,7 +59,7 @@ class Desk:
 
     async def finish(self, lease: Lease, sealed: bytes) -> None:
         await trio.to_thread.run_sync(self.spool.put, lease.lease_id, sealed)
-        self.submitter.notify()
+        self.submitter.notify(lease.lease_id)
 
     async def empty(self) -> None:
         with trio.fail_after(SOON_S):
@@ -90,6 +92,30 @@ async def test_accepted_work_is_counted_and_forgotten(tmp_path: Path) -> None:
         assert (tally.accepted, tally.rejected, tally.last_refusal) == (24, 0, "")
         assert tally.last_accepted_at is not None and tally.standing is not None
         assert desk.spool.pending() == () and len(desk.receipts) == 6
+
+
+async def test_a_result_that_comes_while_the_folder_is_listed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_desk(tmp_path) as desk:
+        first, second = await desk.lease(), await desk.lease()
+        listing, may_return = threading.Event(), threading.Event()
+        pending = desk.spool.pending
+
+        def slow_pending() -> tuple[bytes, ...]:
+            found = pending()
+            if found and not listing.is_set():
+                listing.set()
+                may_return.wait(SOON_S)
+            return found
+
+        monkeypatch.setattr(desk.spool, "pending", slow_pending)
+        await desk.finish(first, result_of(first))
+        await trio.to_thread.run_sync(listing.wait, SOON_S)
+        await desk.finish(second, result_of(second))
+        may_return.set()
+        await desk.empty()
+        assert desk.submitter.tally.accepted == 8
 
 
 async def test_a_lost_receipt_sends_the_same_bytes_again(tmp_path: Path) -> None:
