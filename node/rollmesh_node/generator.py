@@ -190,7 +190,7 @@ class Generator:
         started = trio.current_time()
         try:
             async with self._keeper.reading(deadline_s=LOAD_S) as view:
-                which: dict[str, object] = {"image": str(view.image), "root": view.root}
+                which: dict[str, object] = {"image": str(view.image), "root": view.root, "sums": view.sums}
                 if child.pid == self._loaded_pid:
                     await child.call("swap", which, deadline_s=LOAD_S)
                 else:

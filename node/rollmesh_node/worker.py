@@ -226,6 +226,7 @@ class Worker:
         while True:
             view = await self._keeper.wait_changed(root)
             root = view.root
+            await self._keeper.measure()  # before the engine stops for them
             self.feed(Verified(root=view.root, version=view.version))
 
     # --- the learner -------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from rollmesh_node.engine import pipe
 from rollmesh_node.engine.backend import GroupRequest
 from rollmesh_node.engine.pipe import group_body
 from rollmesh_node.engine.segments import Completion
+from rollmesh_peer.bit_sums import Sums, image_sums, pack_sums
 from rollmesh_peer.children.process import Child
-from rollmesh_peer.models.image import image_sums
 from rollmesh_protocol.layout import Layout
 from tests.bench.engine_feed import ITEM_S, LOAD_S, until_drawing
 
@@ -34,13 +34,15 @@ def other_image(image: Path, other: Path) -> None:
 async def measure(child: Child, images: Sequence[Path], *, layout: Layout) -> dict:
     """Swaps back and forth with nothing in flight, beside the copy of the same bytes in the same minute."""
     holds, copies, sums = [], [], []
+    packed = [pack_sums(_image_sums(image, layout)) for image in images]  # a daemon has them before the engine stops
     for turn in range(SWAPS):
         image = images[(turn + 1) % 2]
         copies.append(_seconds(lambda image=image: _copy(image)))
         started = time.perf_counter()
-        await child.call("swap", {"image": str(image), "root": ROOTS[(turn + 1) % 2]}, deadline_s=LOAD_S)
+        which = {"image": str(image), "root": ROOTS[(turn + 1) % 2], "sums": packed[(turn + 1) % 2]}
+        await child.call("swap", which, deadline_s=LOAD_S)
         holds.append(time.perf_counter() - started)
-        sums.append(_seconds(lambda image=image: image_sums(image, layout=layout)))
+        sums.append(_seconds(lambda image=image: _image_sums(image, layout)))
     hold, copy = statistics.median(holds), statistics.median(copies)
     notes = (await child.call("stats", {}, deadline_s=60))["notes"]
     print(f"swap: {hold:.3f} s, copying the tensors {copy:.3f} s", flush=True)
@@ -90,6 +92,10 @@ async def recompute(child: Child, requests: Sequence[GroupRequest], images: Sequ
         "swap_s": round(swapped - started - hold_s, 3),
         "samples_again": sum(len(item.segments) > 1 or item in rest for item in done),
     }
+
+
+def _image_sums(image: Path, layout: Layout) -> tuple[Sums, ...]:
+    return image_sums(np.memmap(image, dtype=np.uint8, mode="r").data, layout=layout)
 
 
 def _copy(image: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollmesh_node.engine.backend import STEP_S, Finish, GroupRequest, Partial, Rollout, SampleRequest, Stats, Weights
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_peer.models.image import check_reload, copy_image_into
 from rollmesh_peer.models.loader import Arithmetic, load_model
 from rollmesh_protocol import sampling
@@ -59,14 +60,14 @@ class ReferenceBackend:
         self._model = load_model(weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype)
         self._stats.loads += 1
 
-    def swap(self, image: Path) -> None:
+    def swap(self, image: Path, sums: Sequence[Sums] | None = None) -> None:
         if self._model is None or self._weights is None:
             raise ChildFailed("the engine has no weights to swap", code="child.weights")
         if self._flight:
             raise ChildFailed("samples are in flight under the old weights", code="child.request")
         model, self._model = self._model, None
         copy_image_into(model, layout=self._weights.layout, image=image)
-        check_reload(model, layout=self._weights.layout, image=image)
+        check_reload(model, layout=self._weights.layout, image=image, expected=sums)
         self._model = model
         self._stats.loads += 1
 

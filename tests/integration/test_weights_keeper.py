@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from rollmesh_peer import faults
+from rollmesh_peer.bit_sums import image_sums, pack_sums
 from rollmesh_peer.weights.edge_store import EdgeStore
 from rollmesh_peer.weights.keeper import Keeper, open_keeper
 from rollmesh_peer.weights.kept_state import SnapshotPolicy
@@ -136,6 +137,40 @@ async def test_a_whole_path_at_once_and_an_anchor_in_it(bench: Bench) -> None:
         assert not list((bench.folder / "weights" / "snapshots").iterdir())
     async with bench.opened() as (keeper, store):
         await holds(keeper, IMAGES[-1], version=9)
+
+
+async def test_the_sums_are_those_of_the_weights_held_or_none(bench: Bench) -> None:
+    async with bench.opened() as (keeper, store):
+        await keeper.measure()  # of nothing
+        await keeper.adopt_base(bench.base())
+        async with keeper.reading() as view:
+            assert view.sums == b""
+        for image in (BASE, IMAGES[0]):
+            if image is not BASE:
+                await keeper.advance(fetch(store, EDGES[0]))
+                async with keeper.reading() as view:
+                    assert view.sums == b""  # and not those of the weights before
+            await keeper.measure()
+            async with keeper.reading() as view:
+                assert view.sums == pack_sums(image_sums(memoryview(image), layout=MIXED))
+
+
+async def test_a_worker_that_dies_over_the_sums_costs_only_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench.opened() as (keeper, _store):
+        await keeper.adopt_base(bench.base())
+
+        async def dies(_image: Path) -> bytes:
+            raise ChildFailed("killed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(keeper._workshop, "sums", dies)
+            await keeper.measure()
+        await holds(keeper, BASE, version=0)
+        async with keeper.reading() as view:
+            assert view.sums == b""
+        await keeper.measure()
+        async with keeper.reading() as view:
+            assert view.sums
 
 
 async def test_from_nothing_an_anchor_will_do(bench: Bench) -> None:

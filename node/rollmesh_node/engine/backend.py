@@ -18,6 +18,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_peer.models.folder import Json
 from rollmesh_protocol.errors import ChildFailed
 from rollmesh_protocol.layout import Layout
@@ -36,6 +37,8 @@ class Weights:
     layout: Layout
     image: Path
     """The flat image; it stays as it is until ``load`` or ``swap`` returns."""
+    sums: Sequence[Sums] | None = None
+    """Its reload sums, where they are known: then the image is not read for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +112,11 @@ class Backend(Protocol):
     def load(self, weights: Weights) -> None:
         """Build the model and fill in its weights. ``Refused`` for the config, ``HostError`` for too little memory."""
 
-    def swap(self, image: Path) -> None:
-        """Take other weights of the same layout, while nothing is in flight; no cache of the old ones survives."""
+    def swap(self, image: Path, sums: Sequence[Sums] | None = None) -> None:
+        """Take other weights of the same layout, while nothing is in flight; no cache of the old ones survives.
+
+        ``sums`` as in :class:`Weights`.
+        """
 
     def add(self, requests: Sequence[GroupRequest]) -> None:
         """Take more work; how much of it is computed side by side is the backend's business.

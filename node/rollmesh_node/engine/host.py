@@ -25,7 +25,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +34,7 @@ from rollmesh_node.engine.backend import Backend, GroupRequest, Weights
 from rollmesh_node.engine.pipe import THREADS_ENV, Beat, Body, Refusal
 from rollmesh_node.engine.scripted_backend import Script, ScriptedBackend
 from rollmesh_node.engine.segments import Book
+from rollmesh_peer.bit_sums import Sums, read_sums
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, RollmeshError
 from rollmesh_protocol.layout import Layout
@@ -55,6 +56,7 @@ class Host:
         self._name = backend
         self._script = script
         self._backend: Backend | None = None
+        self._layout: Layout | None = None
         self._root = b""
         self._book = Book()
 
@@ -69,6 +71,8 @@ class Host:
             layout=Layout.decode(layout, limit=limits.CARD_BYTES),
             image=Path(str(body.get("image"))),
         )
+        self._layout = weights.layout
+        weights = replace(weights, sums=self._sums(body))
         if self._backend is None:
             self._backend = self._make(body | self._planned(body, weights))
         self._backend.load(weights)
@@ -78,7 +82,7 @@ class Host:
     def swap(self, body: Body) -> Body:
         """Take other weights of the same layout."""
         started = time.perf_counter()
-        self._ready().swap(Path(str(body.get("image"))))
+        self._ready().swap(Path(str(body.get("image"))), self._sums(body))
         self._hold_root(body)
         return {"load_s": time.perf_counter() - started}
 
@@ -99,6 +103,12 @@ class Host:
         self._root = pipe.read_root(body)
         if not self._root:
             self._book.forget()  # what cannot be told apart cannot go on
+
+    def _sums(self, body: Body) -> tuple[Sums, ...] | None:
+        packed = body.get("sums")
+        if self._layout is None or not isinstance(packed, bytes) or not packed:
+            return None
+        return read_sums(packed, layout=self._layout)
 
     def _ready(self) -> Backend:
         if self._backend is None:

@@ -1,9 +1,9 @@
 """What travels between the engine's supervisor and its host, as msgpack bodies. Both sides use this file; no torch.
 
     load      {config_json: str, layout: bytes (Layout.encode), image: str, root: bytes?,
-               threads: int?, max_rows: int?, device: 'auto'|'cpu'|'cuda'?, dtype: 'bfloat16'|'float32'?,
+               sums: bytes?, threads: int?, max_rows: int?, device: 'auto'|'cpu'|'cuda'?, dtype: 'bfloat16'|'float32'?,
                gpus: [int]?, compile: bool?, columns: int?, memory_gb: float?, memory_share: float?} -> {load_s}
-    swap      {image: str, root: bytes?} -> {load_s}
+    swap      {image: str, root: bytes?, sums: bytes?} -> {load_s}
     generate  {requests: [request]?, finish: bool?}; goes on until it is told to end; held samples go on with it
        notes  add    {requests: [request]}    more work
               finish {}                       no more comes: end when everything in flight has ended
@@ -18,7 +18,8 @@
 A request is {key, prompt: bytes, samples: [{index, seed}], max_new_tokens, stop: [int]}; its key is of no other one in
 the host. ``prompt`` and ``tokens`` are little-endian uint32, ``logprobs`` little-endian float32. A beat's ``tokens``
 and ``steps`` are totals: an engine whose beats, rollouts and numbers all stand still hangs. Whoever leaves generate
-abandons its work. The optional fields of load but root count at the first load of a process: ``threads`` 0 or absent
+abandons its work. ``sums`` are the image's (:func:`rollmesh_peer.bit_sums.pack_sums`), known before the engine stops
+for it. The optional fields of load but root and sums count at the first load of a process: ``threads`` 0 or absent
 means what :data:`THREADS_ENV` says, else torch's choice; ``max_rows`` 0 or absent the backend's own bound; ``columns``
 are the tokens of the run's longest rollout; ``memory_gb`` (0: no bound) and ``memory_share`` what may be taken of a
 device (:mod:`.measured_plan`).

@@ -18,6 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout, SampleRequest, Stats, Weights
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_protocol import sampling
 from rollmesh_protocol.errors import ChildFailed
 
@@ -71,8 +72,9 @@ class ScriptedBackend:
         self._vocabulary = min(size, VOCABULARY) if isinstance(size, int) else VOCABULARY
         self.swap(weights.image)
 
-    def swap(self, image: Path) -> None:
+    def swap(self, image: Path, sums: Sequence[Sums] | None = None) -> None:
         """Check that the file is there; see :meth:`.backend.Backend.swap`."""
+        del sums
         time.sleep(self._script.load_s)
         if not image.exists():
             raise ChildFailed(f"there is no weights file at {image}", code="child.weights")

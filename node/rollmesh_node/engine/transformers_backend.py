@@ -22,6 +22,7 @@ from rollmesh_node.engine.backend import STEP_S, GroupRequest, Partial, Rollout,
 from rollmesh_node.engine.decoding import Decoder
 from rollmesh_node.engine.packed_linear import PackedLinear
 from rollmesh_node.engine.passes import Passes
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_peer.models.image import check_reload, copy_image_into
 from rollmesh_peer.models.loader import Arithmetic, best_device, load_model
 from rollmesh_protocol.errors import ChildFailed
@@ -74,7 +75,12 @@ class TransformersBackend:
         self._model, self._decoder, self._packed = None, None, []
         memory.require(weights.layout.image_bytes * (2 if self._dtype == "float32" else 1), device=self._device)
         self._model = load_model(
-            weights.config, layout=weights.layout, image=weights.image, arithmetic=self._dtype, device=self._device
+            weights.config,
+            layout=weights.layout,
+            image=weights.image,
+            sums=weights.sums,
+            arithmetic=self._dtype,
+            device=self._device,
         )
         self._layout = weights.layout
         if not self._compile and packed_linear.is_useful(self._model):  # the compiler takes no packed layout
@@ -82,7 +88,7 @@ class TransformersBackend:
         self._decoder = self._make_decoder(self._model)
         self._loaded(started)
 
-    def swap(self, image: Path) -> None:
+    def swap(self, image: Path, sums: Sequence[Sums] | None = None) -> None:
         """Overwrite the weights in place; see :meth:`.backend.Backend.swap`."""
         started = time.perf_counter()
         model, layout = self._model, self._layout
@@ -92,10 +98,16 @@ class TransformersBackend:
             raise ChildFailed(f"{self.in_flight} samples are in flight under the old weights", code="child.request")
         self._model = None  # until the check has passed: half-copied weights must not generate
         copy_image_into(model, layout=layout, image=image)
-        check_reload(model, layout=layout, image=image)
+        copied = time.perf_counter()
+        check_reload(model, layout=layout, image=image, expected=sums)
+        checked = time.perf_counter()
         for linear in self._packed:
             linear.pack()
+        packed = time.perf_counter()
         self._model = model
+        self._stats.notes["swap"] = (
+            f"copy {copied - started:.3f} s, sums {checked - copied:.3f} s, packing {packed - checked:.3f} s"
+        )
         self._loaded(started)
 
     def add(self, requests: Sequence[GroupRequest]) -> None:

@@ -35,6 +35,7 @@ from rollmesh_node.engine.backend import (
     Weights,
     check_request,
 )
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.loader import Arithmetic, require_layout
 from rollmesh_protocol.errors import ChildFailed, Refused, RollmeshError
@@ -93,9 +94,9 @@ class VllmBackend:
         self._layout, self._vocabulary = weights.layout, config.vocab_size
         self._longest = min(self._engine.longest, config.max_position_embeddings)
         self._stats.notes["start"] = f"{time.perf_counter() - started:.1f} s"
-        self._update(self._engine, weights.layout, weights.image, started)
+        self._update(self._engine, weights.layout, weights.image, weights.sums, started)
 
-    def swap(self, image: Path) -> None:
+    def swap(self, image: Path, sums: Sequence[Sums] | None = None) -> None:
         """Overwrite the weights in place; see :meth:`.backend.Backend.swap`."""
         started = time.perf_counter()
         if self._engine is None or self._layout is None:
@@ -103,7 +104,7 @@ class VllmBackend:
         if self._live:
             raise ChildFailed(f"{len(self._live)} samples are in flight: no swap under them", code="child.request")
         self._fresh = False  # until the check has passed: half-loaded weights must not generate
-        self._update(self._engine, self._layout, image, started)
+        self._update(self._engine, self._layout, image, sums, started)
 
     def add(self, requests: Sequence[GroupRequest]) -> None:
         """Hand everything to vLLM; see :meth:`.backend.Backend.add`."""
@@ -228,9 +229,9 @@ class VllmBackend:
             except Exception as error:  # many types, and the cause stands in the log of a process below
                 raise ChildFailed(f"vLLM did not start, see its log: {_in_words(error)}", code=DEAD) from error
 
-    def _update(self, engine: Engine, layout: Layout, image: Path, started: float) -> None:
+    def _update(self, engine: Engine, layout: Layout, image: Path, sums: Sequence[Sums] | None, started: float) -> None:
         try:
-            parts = engine.update(image, layout)
+            parts = engine.update(image, layout, sums)
         except RollmeshError:
             raise
         except Exception as error:  # vLLM gives a worker's failure no type of its own

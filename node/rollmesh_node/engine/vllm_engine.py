@@ -37,6 +37,7 @@ from rollmesh_node.engine.backend import Stats
 from rollmesh_node.engine.vllm_plugin import WEIGHTS_NAME
 from rollmesh_node.engine.vllm_settings import Settings
 from rollmesh_node.engine.vllm_sums import Held, check
+from rollmesh_peer.bit_sums import Sums, pack_sums
 from rollmesh_protocol.layout import Layout
 
 T = TypeVar("T")
@@ -97,12 +98,12 @@ class Engine:
         """Abandon orders; each comes out of :attr:`ended` with its tokens so far."""
         self._call(self._drop(frozenset(names)))
 
-    def update(self, image: Path, layout: Layout) -> Mapping[str, float]:
+    def update(self, image: Path, layout: Layout, sums: Sequence[Sums] | None = None) -> Mapping[str, float]:
         """Load an image into all workers, compare, forget every cached key and value; return the parts in seconds.
 
         ``ChildFailed("child.weights")`` when the parameters do not hold the image's bits.
         """
-        return self._call(self._update(image, layout))
+        return self._call(self._update(image, layout, pack_sums(sums or ())))
 
     def sampler_cost(self) -> tuple[float, int]:
         """Return (seconds, tokens) that seeded sampling has taken in the first worker so far."""
@@ -142,10 +143,10 @@ class Engine:
         )
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _Meter(stats)])
 
-    async def _update(self, image: Path, layout: Layout) -> Mapping[str, float]:
+    async def _update(self, image: Path, layout: Layout, sums: bytes) -> Mapping[str, float]:
         started = time.perf_counter()
         await self._llm.start_weight_update()
-        update = {"image": str(image), "layout": layout.encode()}
+        update = {"image": str(image), "layout": layout.encode(), "sums": sums}
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._llm.finish_weight_update()
         loaded = time.perf_counter()

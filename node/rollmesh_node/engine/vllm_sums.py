@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from rollmesh_peer.models.image import Sums
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_protocol.errors import ChildFailed
 
 HEAD: Final = "lm_head.weight"

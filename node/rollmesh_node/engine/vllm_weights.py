@@ -6,7 +6,7 @@ parts add up. What is summed is what is computed with: where a CPU kernel has pa
 feeding it unit vectors, whose products are exact.
 
 The image is mapped by every worker. On a GPU each tensor crosses the bus once: it is summed and loaded from there.
-Sums are of bfloat16 words, with zeros of either sign and subnormal numbers counted as zero, as kernels may flush them.
+Sums are of bfloat16 words (:mod:`rollmesh_peer.bit_sums`), whatever the image has.
 
 Not here: what happens on a mismatch (the backend refuses to generate), and who verified the image (the daemon). This
 module is imported by vLLM's workers only, and imports vllm.
@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numba
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -36,14 +33,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollmesh_node.engine import vllm_sampler
 from rollmesh_node.engine.vllm_sums import Held, ParameterSums
-from rollmesh_peer.models.image import Sums, image_tensors, tensor_sums
+from rollmesh_peer.bit_sums import Sums, read_sums
+from rollmesh_peer.models.image import image_tensors, tensor_sums
 from rollmesh_protocol import limits
 from rollmesh_protocol.layout import Layout
 
 PROBE_ROWS: Final = 512
 """Unit vectors multiplied at a time when a packed matrix is read back."""
-_EXPONENT: Final = 0x7F80
-"""Of a bfloat16; all zero for zeros and subnormal numbers."""
 
 
 @dataclass
@@ -58,6 +54,8 @@ class ImageUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     image: str
     layout: bytes
     """``Layout.encode()``."""
+    sums: bytes = b""
+    """The image's, by ``pack_sums``; empty where they are not known."""
 
 
 class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: ignore[misc]
@@ -89,7 +87,13 @@ class ImageTransferEngine(WeightTransferEngine[NoInit, ImageUpdate]):  # type: i
         """Load every tensor of the image."""
         layout = Layout.decode(update_info.layout, limit=limits.CARD_BYTES)
         try:
-            tensors = self._measured(image_tensors(Path(update_info.image), layout=layout))
+            tensors = image_tensors(Path(update_info.image), layout=layout)
+            if update_info.sums and all(spec.dtype == "bf16" for spec in layout.tensors):
+                known = read_sums(update_info.sums, layout=layout)
+                for spec, entry in zip(layout.tensors, known, strict=True):
+                    self.expected[spec.name] = ParameterSums(elements=spec.elements, sums=entry)
+            else:
+                tensors = self._measured(tensors)
             self.model.load_weights(one for named in tensors for one in _as_published(*named))
         except BaseException:
             finalize_layerwise_reload(self.model, self.model_config)  # or the next update would go on with this one
@@ -215,19 +219,4 @@ def _arithmetic_of(module: nn.Module) -> torch.dtype:
 
 def _flushed_sums(tensor: Tensor) -> Sums:
     """Return the sums of a tensor's bfloat16 words, with what a kernel may flush counted as zero."""
-    words = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16)
-    if words.device.type == "cpu":
-        total, squares = _sums_of_words(words.reshape(-1).numpy().view(np.uint16))
-        return int(total), int(squares)
-    return tensor_sums(torch.where((words & _EXPONENT) == 0, 0, words))
-
-
-@numba.njit(nogil=True)
-def _sums_of_words(words: NDArray[np.uint16]) -> tuple[np.uint64, np.uint64]:
-    """One pass at the speed of memory, where numpy needs five. vLLM's workers have loaded numba already."""
-    total, squares = np.uint64(0), np.uint64(0)
-    for word in words:
-        wide = np.uint64(word) if word & _EXPONENT else np.uint64(0)
-        total += wide
-        squares += wide * wide
-    return total, squares
+    return tensor_sums(tensor.detach().to(torch.bfloat16))

@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollmesh_peer.bit_sums import Sums, image_sums, sums_of_words
 from rollmesh_protocol.errors import ChildFailed, Refused
 from rollmesh_protocol.layout import Dtype, Layout, TensorSpec
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _NAMES: Final[Mapping[torch.dtype, Dtype]] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-_PIECE: Final = 1 << 18
-"""Words summed at a time: their squares come to 2^50 at most, exact in float64, and 2 MiB stay in the cache."""
-
-Sums = tuple[int, int]
-"""Sum of the 16-bit words of a tensor and of their squares, mod 2^64."""
+_PIECE: Final = 1 << 24
+"""Words summed at a time where they are widened: 128 MiB on a GPU."""
+_EXPONENT: Final = 0x7F80
+"""Of a bfloat16; all zero for zeros and subnormal numbers."""
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -96,28 +96,27 @@ def write_image(weights: Mapping[str, Tensor], *, layout: Layout, image: Path, d
         partial.unlink(missing_ok=True)
 
 
-def image_sums(image: Path, *, layout: Layout) -> tuple[Sums, ...]:
-    """Return the reload sums of every tensor of an image file, computed with numpy on the file's bytes."""
-    words = np.memmap(image, dtype=np.uint16, mode="r", shape=(layout.image_bytes // 2,))
-    return tuple(
-        _sums(words[offset // 2 : (offset + spec.tensor_bytes) // 2])
-        for spec, offset in zip(layout.tensors, layout.offsets, strict=True)
-    )
-
-
 def model_sums(model: nn.Module, *, layout: Layout) -> tuple[Sums, ...]:
     """Return the reload sums of every tensor of a model in the layout's types, computed where the tensors live.
 
-    They survive fusing, transposing, zero padding and sharding: sums of parts add up (mod 2^64). A model that computes
-    in float32 is measured as the bf16 that it was filled from.
+    A model that computes in float32 is measured as the bf16 that it was filled from.
     """
     weights = weights_of(model)
-    return tuple(tensor_sums(weights[spec.name].detach().to(TORCH_DTYPES[spec.dtype])) for spec in layout.tensors)
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as executor:
+        return tuple(
+            tensor_sums(weights[spec.name].detach().to(TORCH_DTYPES[spec.dtype]), executor=executor)
+            for spec in layout.tensors
+        )
 
 
-def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
-    """Raise ``ChildFailed("child.weights")`` with the tensor's name when model and image do not hold the same bits."""
-    expected, found = image_sums(image, layout=layout), model_sums(model, layout=layout)
+def check_reload(model: nn.Module, *, layout: Layout, image: Path, expected: Sequence[Sums] | None = None) -> None:
+    """Raise ``ChildFailed("child.weights")`` with the tensor's name when model and image do not hold the same bits.
+
+    ``expected`` are the image's sums where they are known already; else the image is read for them.
+    """
+    if expected is None:
+        expected = image_sums(np.memmap(image, dtype=np.uint8, mode="r").data, layout=layout)
+    found = model_sums(model, layout=layout)
     for spec, want, have in zip(layout.tensors, expected, found, strict=True):
         if want != have:
             raise ChildFailed(
@@ -126,26 +125,24 @@ def check_reload(model: nn.Module, *, layout: Layout, image: Path) -> None:
             )
 
 
-def tensor_sums(tensor: Tensor) -> Sums:
-    """Return the reload sums of a tensor's memory, computed where it lives."""
-    words = tensor.contiguous().reshape(-1).view(torch.int16)
-    if words.device.type == "cpu":
-        return _sums(words.numpy().view(np.uint16))
+def tensor_sums(tensor: Tensor, *, executor: Executor | None = None) -> Sums:
+    """Return the reload sums of a tensor's memory (see :mod:`rollmesh_peer.bit_sums`), computed where it lives."""
+    words = tensor.detach().contiguous().reshape(-1).view(torch.int16)
+    dtype = _NAMES[tensor.dtype]
+    if _is_here(words):
+        return sums_of_words(words.numpy().view(np.uint16), dtype=dtype, executor=executor)
     total, squares = 0, 0
-    for piece in torch.split(words, _PIECE * 64):
+    for piece in torch.split(words, _PIECE):
         wide = piece.long() & 0xFFFF
+        if dtype == "bf16":
+            wide *= (wide & _EXPONENT) != 0
         total += int(wide.sum())
         squares += int((wide * wide).sum())
     return total % 2**64, squares % 2**64
 
 
-def _sums(words: NDArray[np.uint16]) -> Sums:
-    total, squares = 0, 0
-    for start in range(0, words.size, _PIECE):
-        wide = words[start : start + _PIECE].astype(np.float64)
-        total += int(wide.sum())
-        squares += int(np.square(wide, out=wide).sum())  # no BLAS: its threads spin, which busy cores punish
-    return total % 2**64, squares % 2**64
+def _is_here(words: Tensor) -> bool:
+    return words.device.type == "cpu"
 
 
 def _bytes_of(tensor: Tensor, spec: TensorSpec) -> memoryview:

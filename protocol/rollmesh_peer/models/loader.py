@@ -10,7 +10,7 @@ the same masks everywhere. ``eager`` (plain matmul and softmax) is there to meas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from rollmesh_peer.bit_sums import Sums
 from rollmesh_peer.models.architecture import read_config
 from rollmesh_peer.models.folder import Json
 from rollmesh_peer.models.image import check_reload, copy_image_into, layout_of
@@ -81,11 +82,12 @@ def load_model(
     *,
     layout: Layout,
     image: Path,
+    sums: Sequence[Sums] | None = None,
     arithmetic: Arithmetic = "bfloat16",
     attention: Attention = "sdpa",
     device: str = "cpu",
 ) -> PreTrainedModel:
-    """Return the model of a config with the weights of an image, checked by the reload sums.
+    """Return the model of a config with the weights of an image, checked by the reload sums (``sums`` if known).
 
     Raises ``Refused("card.model")`` for the config, before a tensor exists when it makes other tensors than the layout
     has (which is what limits were checked against); ``ChildFailed("child.weights")`` when the image does not agree.
@@ -93,7 +95,7 @@ def load_model(
     require_layout(config, layout=layout)
     model = build_model(config, arithmetic=arithmetic, attention=attention, device=device)
     copy_image_into(model, layout=layout, image=image)
-    check_reload(model, layout=layout, image=image)
+    check_reload(model, layout=layout, image=image, expected=sums)
     return model
 
 

@@ -54,6 +54,8 @@ class View:
     root: bytes
     version: int
     step: int
+    sums: bytes
+    """Their reload sums, where :meth:`Keeper.measure` found them; else empty."""
 
 
 class Keeper:
@@ -85,6 +87,8 @@ class Keeper:
         self._turn = trio.Lock()
         self._changed = trio.Event()
         self._refused: set[bytes] = set()
+        self._sums: tuple[bytes, bytes] | None = None
+        """A root and its sums."""
 
     # --- what is held ------------------------------------------------------------------------------------------------
     @property
@@ -133,6 +137,20 @@ class Keeper:
         while self._held is None or self._held.root == root:
             await self._changed.wait()
         return self._view(self._held)
+
+    async def measure(self) -> None:
+        """Find the reload sums of the weights held, so that whoever loads them need not read the image for them.
+
+        What fails costs no more than that.
+        """
+        async with self._turn:  # the image changes in a turn only
+            held = self._held
+            if held is None or (self._sums is not None and self._sums[0] == held.root):
+                return
+            try:
+                self._sums = held.root, await self._workshop.sums(self.image)
+            except (ChildFailed, HostError) as error:
+                log.warning("the weights were not summed before they are loaded: %s", error)
 
     # --- how it changes ----------------------------------------------------------------------------------------------
     async def restore(self) -> None:
@@ -326,7 +344,8 @@ class Keeper:
 
     # --- small things ------------------------------------------------------------------------------------------------
     def _view(self, held: Named) -> View:
-        return View(self.image, held.root, held.version, held.step)
+        sums = self._sums[1] if self._sums is not None and self._sums[0] == held.root else b""
+        return View(self.image, held.root, held.version, held.step, sums)
 
     async def _write_down(self) -> bool:
         """Make the present state durable. A disk that fails costs a restart some progress, and no weights now."""

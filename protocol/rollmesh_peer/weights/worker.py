@@ -17,6 +17,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from rollmesh_peer.bit_sums import image_sums, pack_sums
 from rollmesh_peer.children.child import run_child
 from rollmesh_peer.children.frames import Body
 from rollmesh_peer.faults import fault_point
@@ -39,6 +40,8 @@ from rollmesh_peer.weights.worker_calls import (
     RestoreCall,
     SnapshotCall,
     Step,
+    SumsAnswer,
+    SumsCall,
 )
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, Refused
@@ -131,6 +134,13 @@ class WeightsWorker:
                 chunks=_chunk_digests(image, call.chunk_bytes),
                 payload_bytes=len(image),
             ).model_dump()
+
+    def sums(self, body: Body) -> Body:
+        """Sum the bits of every tensor of an image."""
+        call = SumsCall.read(body)
+        with mapped(Path(call.image), length=self.layout.image_bytes) as image:
+            found = image_sums(image, layout=self.layout, executor=self._executor)
+        return SumsAnswer(sums=pack_sums(found)).model_dump()
 
     def encode(self, body: Body) -> Body:
         """Write the patch between two images to a file."""
@@ -268,6 +278,7 @@ class WeightsWorker:
         return {
             "open": self.open,
             "digest": self.digest,
+            "sums": self.sums,
             "encode": self.encode,
             "ahead": self.ahead,
             "apply": self.apply,

@@ -137,6 +137,18 @@ class Digests(Record):
     payload_bytes: int
 
 
+class SumsCall(Record):
+    """Sum the bits of ``image`` (:mod:`rollmesh_peer.bit_sums`)."""
+
+    image: str
+
+
+class SumsAnswer(Record):
+    """``sums`` as ``pack_sums`` writes them."""
+
+    sums: bytes
+
+
 class SnapshotCall(Record):
     """Copy ``image`` (which is on a disk, or in memory) to the file ``path``, durable before it has that name."""
 

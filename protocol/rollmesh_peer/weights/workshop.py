@@ -33,6 +33,8 @@ from rollmesh_peer.weights.worker_calls import (
     RestoreCall,
     SnapshotCall,
     Step,
+    SumsAnswer,
+    SumsCall,
 )
 from rollmesh_protocol import limits
 from rollmesh_protocol.chunks import to_bitmap
@@ -64,6 +66,10 @@ class Workshop:
     async def digest(self, image: Path, *, chunk_bytes: int) -> Digests:
         """The digests of an image's tensors and chunks, and its root."""
         return Digests.read(await self._call("digest", DigestCall(image=str(image), chunk_bytes=chunk_bytes)))
+
+    async def sums(self, image: Path) -> bytes:
+        """The reload sums of an image's tensors, as ``bit_sums.pack_sums`` writes them."""
+        return SumsAnswer.read(await self._call("sums", SumsCall(image=str(image)))).sums
 
     async def encode(self, *, old: Path, new: Path, payload: Path, chunk_bytes: int) -> Digests:
         """Write the patch from ``old`` to ``new`` to the file ``payload``, flushed; ``payload_bytes`` 0: no change."""

@@ -17,12 +17,12 @@ never trust a stream: every read is checked, and they answer with a code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from rollmesh_protocol.compiled import compiled
 
 PRECISION: Final = 12
 """Bits of a probability."""
@@ -36,23 +36,10 @@ LOWEST: Final = 1 << 16
 STEP_MODE: Final = 0
 VALUE_MODE: Final = 1
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _NEVER: Final = 1 << 30
 """More elements than a block has."""
 _DIRECT: Final = 16
 """Numbers below this are symbols of their own; above, an octave has eight."""
-
-
-def _compiled(function: _Function) -> _Function:
-    """Compile at the first call, without the GIL.
-
-    Machine code is kept beside the byte code of this module, or in the user's cache folder; where neither can be
-    written, every process compiles for itself (some seconds).
-    """
-    try:
-        return cast(_Function, njit(cache=True, nogil=True)(function))
-    except RuntimeError:
-        return cast(_Function, njit(nogil=True)(function))
 
 
 def _number_symbols() -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
@@ -74,7 +61,7 @@ def _number_symbols() -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.
 _SYMBOL_OF, FIRST, RAW_BITS = _number_symbols()
 
 
-@_compiled
+@compiled
 def _symbol(number):
     if number < 65536:
         return np.int64(_SYMBOL_OF[number])
@@ -84,7 +71,7 @@ def _symbol(number):
     return _DIRECT + 8 * (octave - 4) + ((number >> (octave - 3)) & 7)
 
 
-@_compiled
+@compiled
 def _change(old, new, width):
     """The step as a number: magnitude less one, and the sign in the lowest bit."""
     top = np.int64(1) << (width - 1)
@@ -95,20 +82,20 @@ def _change(old, new, width):
     return (((step ^ -is_negative) + is_negative - 1) << 1) | is_negative
 
 
-@_compiled
+@compiled
 def _ordered(word, top, full, width):
     """A word in the order of floats. Without branches: signs of weights and steps are coin tosses."""
     return word ^ (top | (-(word >> (width - 1)) & full))
 
 
-@_compiled
+@compiled
 def _value(new, width):
     """The new value as a number: magnitude bits, and the sign in the lowest bit."""
     top = np.int64(1) << (width - 1)
     return ((new & (top - 1)) << 1) | (new >> (width - 1))
 
 
-@_compiled
+@compiled
 def gather_block(old, new, starts, ends, shift, width, kinds, gaps, numbers, words, met):
     """Walk over a block once and note its changes, in order; how many changes there are, and how many classes are met.
 
@@ -144,7 +131,7 @@ def gather_block(old, new, starts, ends, shift, width, kinds, gaps, numbers, wor
     return changes, classes
 
 
-@_compiled
+@compiled
 def count_symbols(kinds, gaps, numbers, words, met, width, gap_counts, step_counts, value_counts):
     """Add what :func:`gather_block` noted to the histograms, int64 [CLASSES, SYMBOLS] each.
 
@@ -160,7 +147,7 @@ def count_symbols(kinds, gaps, numbers, words, met, width, gap_counts, step_coun
         gap_counts[met[0, index], END] += 1
 
 
-@_compiled
+@compiled
 def encode_block(kinds, gaps, numbers, words, met, width, modes, gap_tables, step_tables, frequencies, cumulated):
     """The streams of what :func:`gather_block` noted: (rANS words, uint16; raw bits in words, uint32).
 
@@ -243,7 +230,7 @@ def encode_block(kinds, gaps, numbers, words, met, width, modes, gap_tables, ste
     return stream[at - 2 :].copy(), raw[: len(raw) - 1].copy()
 
 
-@_compiled
+@compiled
 def dense_numbers(old, new, starts, ends, width):
     """For every element 0 where it stays, and else one more than its step's number; uint32 [elements].
 
@@ -272,7 +259,7 @@ SPARE_WORDS: Final = 4
 """Zeros that a caller puts behind each stream: a turn of the decoder reads at most three words of one past its end."""
 
 
-@_compiled
+@compiled
 def _pull(state, at, words, lookup, table):
     """Take one symbol: (symbol, state, at)."""
     slot = lookup[table, state & np.uint64(TOTAL - 1)]
@@ -282,7 +269,7 @@ def _pull(state, at, words, lookup, table):
     return np.int64(slot & 255), refilled if is_low else state, at + is_low
 
 
-@_compiled
+@compiled
 def _bits(raw, bit, count):
     """``count`` (below 32) raw bits from ``bit`` on."""
     word = bit >> 5
@@ -290,7 +277,7 @@ def _bits(raw, bit, count):
     return np.int64((pair >> np.uint64(bit & 31)) & ((np.uint64(1) << np.uint64(count)) - np.uint64(1)))
 
 
-@_compiled
+@compiled
 def _changed(before, number, mode, width):
     """The new word, given the old one and the number that :func:`_change` or :func:`_value` made."""
     top = np.int64(1) << (width - 1)
@@ -303,7 +290,7 @@ def _changed(before, number, mode, width):
     return ordered ^ (top | (((ordered >> (width - 1)) - 1) & full))
 
 
-@_compiled
+@compiled
 def decode_block(old, starts, ends, shift, width, modes, gap_tables, step_tables, lookup, words, raw, positions, flips):
     """Decode a block against the old image: ascending positions within the block, and the bits that flip there.
 
@@ -376,7 +363,7 @@ def decode_block(old, starts, ends, shift, width, modes, gap_tables, step_tables
     return DECODED if is_clean and found == len(positions) else LEFT_OVER
 
 
-@_compiled
+@compiled
 def decode_dense(old, starts, ends, width, planes, positions, flips):
     """The same from byte planes, uint8 [bytes of a word, elements], of what :func:`dense_numbers` made."""
     found = 0
@@ -397,7 +384,7 @@ def decode_dense(old, starts, ends, width, planes, positions, flips):
     return DECODED if found == len(positions) else LEFT_OVER
 
 
-@_compiled
+@compiled
 def flip(image, starts, ends, positions, flips):
     """XOR ``flips`` into an image at ``positions`` of a block, which must all lie inside it. Twice is nothing."""
     at = 0
