@@ -12,9 +12,10 @@ from typing import Final
 from rollmesh_node.config import NodeConfig
 from rollmesh_node.generator import EngineSetting
 from rollmesh_node.joining import pin_card
-from rollmesh_node.memory import engine_bytes, free_bytes
+from rollmesh_node.memory import engine_bytes
 from rollmesh_node.own_limits import OwnLimits, check_card, check_memory
 from rollmesh_peer.folders import private_folder
+from rollmesh_peer.free_memory import free_bytes
 from rollmesh_peer.logging_setup import event
 from rollmesh_peer.status.words import count, size
 from rollmesh_protocol import limits

@@ -6,8 +6,6 @@ working copy in memory is planned by ``rollmesh_peer.weights.ram``, which falls 
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Final
 
 from rollmesh_protocol import limits
@@ -15,22 +13,8 @@ from rollmesh_protocol.layout import Layout
 
 RUNTIME_BYTES: Final = 768 * limits.MIB
 """Of torch, the model library and one batch's activations in the engine process."""
-_MEMINFO: Final = Path("/proc/meminfo")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def engine_bytes(layout: Layout, *, on_cpu: bool) -> int:
     """Host memory of an engine with these weights: on a GPU only what it takes to get them there."""
     return RUNTIME_BYTES + (layout.image_bytes if on_cpu else 0)
-
-
-def free_bytes() -> int | None:
-    """Memory that programs may still take, by the machine and by the container; None where nobody tells."""
-    left: list[int] = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-        left.append(int(line.split()[1]) * limits.KIB)
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        most = int((_CGROUP / "memory.max").read_text())
-        left.append(most - int((_CGROUP / "memory.current").read_text()))
-    return max(0, min(left)) if left else None

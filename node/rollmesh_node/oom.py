@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from rollmesh_node.engine.memory_plan import gb
-from rollmesh_node.memory import free_bytes
+from rollmesh_peer.free_memory import free_bytes
 from rollmesh_protocol import limits
 
 RESTORE_S: Final = 1800.0

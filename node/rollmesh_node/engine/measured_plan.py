@@ -15,7 +15,7 @@ import torch
 
 from rollmesh_node.engine.memory_plan import MemoryPlan, allowed_bytes, gb, model_shape, need_of, plan_memory
 from rollmesh_node.gpus import VISIBLE, find_gpus, usable_gpus
-from rollmesh_node.memory import free_bytes
+from rollmesh_peer.free_memory import free_bytes
 from rollmesh_peer.models.folder import Json
 from rollmesh_peer.models.loader import best_device
 from rollmesh_protocol.layout import Layout

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
+from rollmesh_peer import free_memory
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError
 
@@ -20,7 +21,6 @@ RUNTIME_BYTES: Final = 512 * limits.MIB
 """Of the libraries and the activations of one decode step."""
 CACHE_SHARE: Final = 0.5
 """Of the memory free after loading that the cache may take; growing copies a layer at a time."""
-_MEMINFO: Final = Path("/proc/meminfo")
 _STATM: Final = Path("/proc/self/statm")
 
 
@@ -55,12 +55,7 @@ def free_bytes(*, device: str) -> int | None:
     """Return the bytes free on the device, or None where nobody tells."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    if not _MEMINFO.is_file():
-        return None
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * limits.KIB
-    return None
+    return free_memory.free_bytes()
 
 
 def resident_bytes() -> int:

@@ -20,7 +20,7 @@ import trio
 from rollmesh_node.generator import LOAD_S, EngineSetting
 from rollmesh_node.introduction import CARD, RUNS, run_place
 from rollmesh_node.journal import JOURNAL, Entry, Notes, read_journal
-from rollmesh_node.memory import engine_bytes, free_bytes
+from rollmesh_node.memory import engine_bytes
 from rollmesh_node.selfcheck.findings import (
     Figures,
     Finding,
@@ -35,6 +35,7 @@ from rollmesh_node.selfcheck.pieces import Piece, pieces_of
 from rollmesh_node.selfcheck.rechecking import Recomputed, recheck, recheck_spec
 from rollmesh_node.selfcheck.report import Report
 from rollmesh_peer.children.process import open_child
+from rollmesh_peer.free_memory import free_bytes
 from rollmesh_peer.weights.copies import Copies, Way, find_way, open_copies, working_files
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError, Refused, RollmeshError

@@ -21,6 +21,7 @@ from typing import Final
 from blake3 import blake3
 
 from rollmesh_peer.folders import private_folder
+from rollmesh_peer.free_memory import free_bytes
 from rollmesh_peer.weights import durable
 from rollmesh_protocol.errors import HostError
 from rollmesh_protocol.limits import GIB, MIB
@@ -31,7 +32,6 @@ SPARE_BYTES: Final = 256 * MIB
 """Memory that is left to the rest of the machine beside the images."""
 DISK_FOLDER: Final = "working"
 _LOCK: Final = "lock"
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,9 @@ def place_in_memory(data_folder: Path, *, ram_folder: Path) -> Path:
 
 def memory_left(ram_folder: Path) -> int:
     """Bytes that may still be put into ``ram_folder``: by the file system, the machine and the container."""
-    left = [shutil.disk_usage(ram_folder).free]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        left.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        most = int((_CGROUP / "memory.max").read_text())
-        left.append(most - int((_CGROUP / "memory.current").read_text()))
-    return max(0, min(left) - SPARE_BYTES)
+    room = shutil.disk_usage(ram_folder).free
+    free = free_bytes()
+    return max(0, (room if free is None else min(room, free)) - SPARE_BYTES)
 
 
 def _home(ram_folder: Path) -> Path:

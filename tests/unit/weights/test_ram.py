@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh_peer import free_memory
 from rollmesh_peer.weights import durable, ram
 from rollmesh_peer.weights.ram import Place, memory_left, open_place
 from rollmesh_protocol.errors import HostError
@@ -181,7 +182,7 @@ def test_the_smallest_bound_counts(memory: Path, tmp_path: Path, monkeypatch: py
     group.mkdir()
     (group / "memory.max").write_text(f"{ram.SPARE_BYTES + 5000}\n")
     (group / "memory.current").write_text("2000\n")
-    monkeypatch.setattr(ram, "_CGROUP", group)
+    monkeypatch.setattr(free_memory, "_CGROUP", group)
     assert memory_left(memory) == 3000
     (group / "memory.max").write_text("max\n")
     assert memory_left(memory) > 3000
