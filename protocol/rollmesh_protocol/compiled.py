@@ -20,3 +20,8 @@ def compiled(function: _Function) -> _Function:
         return cast(_Function, njit(cache=True, nogil=True)(function))
     except RuntimeError:
         return cast(_Function, njit(nogil=True)(function))
+
+
+def inlined(function: _Function) -> _Function:
+    """Compile ``function`` into the compiled loops that call it, so that they can be vectorised as a whole."""
+    return cast(_Function, njit(nogil=True, inline="always")(function))

@@ -4,7 +4,7 @@ Invariant: ``draw`` chooses exactly the token that the numpy reference chooses f
 position; pruning skips only tokens that cannot win. The noise has a largest value G_MAX, so once some token reaches
 the sum z*, a token with ``logit < z* - G_MAX`` is out without a look at its noise; of those whose noise words are
 computed, only the few with ``v <= exp(logit - z*)`` (a necessary condition, since -log1p(-v) >= v) get logarithms.
-Everything that decides is float64.
+Everything that decides is float64. On a CPU the search is a compiled loop (:mod:`.sampling_kernel`), elsewhere torch.
 
 Not here: temperature, top-k or top-p (rollouts are drawn from the model as it is), and the model itself.
 """
@@ -12,8 +12,12 @@ Not here: temperature, top-k or top-p (rollouts are drawn from the model as it i
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -31,8 +35,6 @@ SLACK: Final = 1e-3
 ROWS_AT_ONCE: Final = 16
 """Rows whose float32 logits are worked on together on a CPU: 3 MB of a 49k vocabulary stay in the last-level cache."""
 _WORD: Final = 0xFFFFFFFF
-_SHIFT: Final = np.uint64(32 - reference.K_BITS)
-_LOW: Final = np.uint64((1 << (32 - reference.K_BITS)) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,51 @@ def _draw_rows(logits: Tensor, keys: NDArray[np.uint64]) -> Draws:
     if not bool(torch.isfinite(largest).all()):
         raise HostError("the model's logits are not finite; the weights or the engine are broken")
     weights = (values - largest[:, None]).exp_()
+    search = _winners_here if _is_here(values) else _winners_there
+    tokens, best = search(values, weights, largest, keys)
+    normalizer = largest + weights.sum(-1).log()
+    chosen = values.gather(-1, tokens[:, None])[:, 0]
+    return Draws(tokens=tokens, best=best, normalizer=normalizer, logprobs=chosen - normalizer)
+
+
+def _is_here(values: Tensor) -> bool:
+    return values.device.type == "cpu"
+
+
+def _winners_here(values: Tensor, weights: Tensor, largest: Tensor, keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    """Return (int64 [B], float64 [B]), each row's winner and its sum, by the compiled loop, rows side by side."""
+    from rollmesh_peer.models.sampling_kernel import draw_rows  # loads the compiler, for which a GPU has no use
+
+    tokens, best = torch.empty(len(values), dtype=torch.int64), torch.empty(len(values), dtype=torch.float64)
+    first_look = math.exp(-FIRST_LOOK)
+    heavy: NDArray[np.int32] = (weights >= first_look).view(torch.int32).numpy()  # four bools in one word
+    plain: NDArray[np.float32] = values.contiguous().numpy()
+    peaks: NDArray[np.float32] = largest.numpy()
+    words = keys.astype(np.uint32)
+
+    def draw_some(start: int, end: int) -> None:
+        rows = slice(start, end)
+        draw_rows(
+            plain[rows], heavy[rows], peaks[rows], words[rows], first_look, SLACK, tokens.numpy()[rows],
+            best.numpy()[rows],
+        )  # fmt: skip
+
+    threads = min(torch.get_num_threads(), len(values))
+    cuts = pairwise(len(values) * part // threads for part in range(threads + 1))
+    if threads == 1:
+        draw_some(0, len(values))
+    else:
+        deque(_threads(threads).map(lambda cut: draw_some(*cut), cuts), maxlen=0)
+    return tokens, best
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="draw")
+
+
+def _winners_there(values: Tensor, weights: Tensor, largest: Tensor, keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    """Do the same in torch, on the device of ``values``."""
     heavy = math.exp(-FIRST_LOOK)
     tokens, best = _best(
         values, _survivors(weights, torch.full_like(largest, heavy), torch.full_like(largest, 1.0), keys)
@@ -97,9 +144,7 @@ def _draw_rows(logits: Tensor, keys: NDArray[np.uint64]) -> Draws:
     ceiling = (largest - best + SLACK).exp().float() * heavy
     more, better = _best(values, _survivors(weights, floor, ceiling, keys))
     tokens = torch.where((better > best) | ((better == best) & (more < tokens)), more, tokens)
-    normalizer = largest + weights.sum(-1).log()
-    chosen = values.gather(-1, tokens[:, None])[:, 0]
-    return Draws(tokens=tokens, best=torch.maximum(best, better), normalizer=normalizer, logprobs=chosen - normalizer)
+    return tokens, torch.maximum(best, better)
 
 
 def _best(values: Tensor, candidates: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -120,13 +165,6 @@ def _survivors(
 
     ``weights`` [B, V] float32; ``floor`` and ``ceiling`` [B] float32; V is a multiple of the tokens per counter.
     """
-    search = _survivors_numpy if weights.device.type == "cpu" else _survivors_torch
-    return search(weights, floor, ceiling, keys)
-
-
-def _survivors_torch(
-    weights: Tensor, floor: Tensor, ceiling: Tensor, keys: NDArray[np.uint64]
-) -> tuple[Tensor, Tensor, Tensor]:
     width = reference.TOKENS_PER_COUNTER
     any_of_four = (weights >= floor[:, None]).view(torch.int32)  # four bools in one word
     most = (ceiling.double() * 2.0**reference.K_BITS).clamp(max=2.0**reference.K_BITS).long()  # a larger k has v above
@@ -135,34 +173,6 @@ def _survivors_torch(
     k = philox(groups, position, low, high) >> (32 - reference.K_BITS)
     at, column = (k <= most[rows, None]).nonzero().unbind(1)
     return rows[at], groups[at] * width + column, k[at, column]
-
-
-def _survivors_numpy(
-    weights: Tensor, floor: Tensor, ceiling: Tensor, keys: NDArray[np.uint64]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same on a CPU, where numpy's uint64 arithmetic is 1.6 times as fast as torch's int64."""
-    wanted = (weights >= floor[:, None]).view(torch.int32).numpy() != 0
-    most = (ceiling.double() * 2.0**reference.K_BITS).clamp(max=2.0**reference.K_BITS).numpy().astype(np.uint64)
-    flat = np.flatnonzero(wanted)
-    counts = np.count_nonzero(wanted, axis=1)
-    rows = np.repeat(np.arange(len(wanted)), counts)
-    groups = flat - rows * wanted.shape[1]
-    columns = [np.repeat(keys[:, part], counts) for part in range(3)]
-    bound = np.repeat((most << _SHIFT) + _LOW, counts)  # on whole words: saves shifting them all
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]] = []
-    for start in range(0, len(flat), reference.PHILOX_BLOCK):
-        block = slice(start, start + reference.PHILOX_BLOCK)
-        zeros = np.zeros((2, len(flat[block])), dtype=np.uint64)
-        position, low, high = (column[block] for column in columns)
-        words = reference.philox_columns([groups[block].astype(np.uint64), position, *zeros], key=[low, high])
-        for column, word in enumerate(words):
-            at = np.flatnonzero(word <= bound[block])
-            token = groups[block][at] * reference.TOKENS_PER_COUNTER + column
-            found.append((rows[block][at], token, word[at] >> _SHIFT))
-    if not found:
-        return (torch.empty(0, dtype=torch.int64),) * 3
-    parts = [np.concatenate(part).astype(np.int64) for part in zip(*found, strict=True)]
-    return torch.from_numpy(parts[0]), torch.from_numpy(parts[1]), torch.from_numpy(parts[2])
 
 
 def _gumbel(k: Tensor) -> Tensor:
