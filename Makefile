@@ -37,7 +37,7 @@ test: $(READY) ## Run all tests (those that need vLLM are skipped)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 test-vllm: $(READY) $(READY_VLLM) ## Run the tests that need vLLM, in .venv-vllm (3.7 GB)
-	@timeout --foreground 1500 $(PY_VLLM) -m pytest -m vllm $(or $(TESTS),$(VLLM_TESTS))
+	@timeout --foreground 2100 $(PY_VLLM) -m pytest -m vllm $(or $(TESTS),$(VLLM_TESTS))
 
 check: format lint types imports wheel contracts ## Check style, types, structure and the wheel
 	@echo "check: all passed"
