@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from rollmesh_learner.members.standing import OFFENCES
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.cheats import SHARE, say
 from tests.attacks.curve_plot import draw
@@ -104,12 +105,13 @@ def conclude(runs: Sequence[dict], *, steps: int) -> dict[str, object]:
 
 
 def _doubts(run: dict) -> list[str]:
-    """What would make a run worthless as evidence."""
+    """What would make a run worthless as evidence. Honest work that came too late is no reason."""
     doubts = []
     if run["disagreements"]:
         doubts.append(f"{run['disagreements']} honest rewards are not what the learner gave")
-    if run["honest"]["rejected"] or run["honest"]["offences"]:
-        doubts.append(f"honest work was refused: {run['honest']['offences']}")
+    held_against = [code for code in run["honest"]["offences"] if OFFENCES.get(code) != "none"]
+    if held_against:
+        doubts.append(f"honest nodes were taken for cheats: {', '.join(held_against)}")
     if run["arm"] == "cheats" and not run["cheats"]["quarantined"]:
         doubts.append("no cheat was put out")
     if run["arm"] == "unchecked" and not run["cheats"]["consumed"]:
