@@ -18,6 +18,7 @@ from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.rollout import check_result
 from tests.attacks import cheats
 from tests.attacks.claims import claim_text, read_claims
+from tests.attacks.curve import conclude
 from tests.attacks.curve_account import read_account, true_rewards
 from tests.attacks.curve_plot import draw
 from tests.attacks.curve_verdict import ARMS, compare, judge, mean_in, windows
@@ -169,6 +170,30 @@ def test_rewards_are_counted_as_they_are_and_not_as_they_were_claimed(model: Pat
     }  # fmt: skip
 
 
+def a_run(arm: str, seed: int, curve: list[float], **honest: int) -> dict:
+    nothing = {"identities": 0, "quarantined": 0, "accepted": 0, "void": 0, "consumed": 0}
+    cheating = nothing | {"quarantined": int(arm == "cheats"), "consumed": int(arm == "unchecked")}
+    return {
+        "arm": arm, "seed": seed, "curve": curve, "curve_believed": curve, "seconds": 1, "disagreements": 0,
+        "offered": {"share": 0.3}, "cheats": cheating, "honest": nothing | {"offences": honest},
+    }  # fmt: skip
+
+
+def test_the_account_of_all_runs_is_one_line_of_json_and_names_what_is_doubtful(capsys) -> None:
+    runs = [a_run(arm, seed, curve) for arm, curves in arms().items() for seed, curve in enumerate(curves)]
+    figures = conclude(runs, steps=STEPS)
+    assert figures["ok"] and figures["misses"] == [] and len(json.loads(json.dumps(figures["rows"]))) == 18
+    assert "unchecked   31-40" in capsys.readouterr().out
+    runs[0] |= a_run("honest", 0, runs[0]["curve"], **{"result.stale": 3, "result.sampling": 1})
+    runs[4]["cheats"]["quarantined"] = runs[8]["cheats"]["consumed"] = 0
+    assert conclude(runs, steps=STEPS)["misses"] == [
+        "honest-0: honest nodes were taken for cheats: result.sampling",
+        "cheats-1: no cheat was put out",
+        "unchecked-2: nothing of the cheats was consumed",
+    ]
+
+
+@pytest.mark.slow
 async def test_the_control_trains_on_made_up_work_for_the_reward_that_is_claimed(tmp_path: Path) -> None:
     within = (sys.executable, "-m", "tests.attacks.trusting_learner", "--")
     with open_system(tmp_path, steps=2, within=within) as system:
