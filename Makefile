@@ -69,7 +69,7 @@ lab-flood: $(READY) ## What honest nodes notice while 50 others flood each strea
 attack-lab: $(READY) ## Every attack of the list against a real learner, with what became of each (some twelve minutes)
 	@$(PY) -m tests.attacks.lab --out runs/attack-lab
 
-bench-cheats: $(READY) ## The reward curve with 30 % of the work by cheats, checks on and off, on three seeds (an hour and a half)
+bench-cheats: $(READY) ## The reward curve with 30 % of the work by cheats, checks on and off, on three seeds (some 70 minutes)
 	@$(PY) -m tests.attacks.curve --out runs/bench-cheats
 
 setup: $(READY) ## Only make .venv ready

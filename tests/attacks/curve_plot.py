@@ -33,7 +33,7 @@ def draw(figures: dict) -> Figure:
         steps = np.arange(1, len(seeds[0]) + 1)
         for seed in seeds:
             axes.plot(steps, seed, color=colour, linewidth=0.8, alpha=0.4)
-        axes.plot(steps, np.mean(seeds, axis=0), color=colour, linewidth=2.4, label=f"{label} ({len(seeds)} seeds)")
+        axes.plot(steps, np.mean(seeds, axis=0), color=colour, linewidth=2.4, label=f"{label} (seeds: {len(seeds)})")
     axes.set(xlabel="step", ylabel="true mean reward of honest nodes' rollouts", ylim=(-0.02, 1.02))
     axes.set_title("Mean of 5 steps; thin lines are single seeds", loc="left", fontsize=10)
     axes.legend(loc="upper left", frameon=False, fontsize=9)
