@@ -72,7 +72,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
         found["rate"], found["sampler"] = await rates(arguments, child, folder, requests)
         found["swap"] = await engine_swaps.measure(child, images, layout=layout)
         found["drain"] = await engine_swaps.drain(child, requests)
-        found["recompute"] = await engine_swaps.recompute(child, requests, images)
+        found["recompute"] = await engine_swaps.recompute(child, requests, images, layout=layout)
         notes = (await child.call("stats", {}, deadline_s=60))["notes"]
         found["engine"] = notes
     found["restart"] = await restart(spec, load, requests[0], kills=arguments.kills)

@@ -72,9 +72,9 @@ async def drain(child: Child, requests: Sequence[GroupRequest]) -> dict:
     }
 
 
-async def recompute(child: Child, requests: Sequence[GroupRequest], images: Sequence[Path]) -> dict:
+async def recompute(child: Child, requests: Sequence[GroupRequest], images: Sequence[Path], *, layout: Layout) -> dict:
     """A hold in the middle, a swap, and on: each in seconds, and every sample complete at the end."""
-    few = requests[:4]
+    few, packed = requests[:4], pack_sums(_image_sums(images[1], layout))
     async with child.stream("generate", {}, item_deadline_s=ITEM_S) as stream:
         stream.tell(pipe.ADD, {"requests": [group_body(request) for request in few]})
         await until_drawing(stream)
@@ -82,7 +82,7 @@ async def recompute(child: Child, requests: Sequence[GroupRequest], images: Sequ
         stream.tell(pipe.HOLD, {})
         held = [pipe.read_item(body) async for body in stream]
     hold_s = time.perf_counter() - started
-    await child.call("swap", {"image": str(images[1]), "root": ROOTS[1]}, deadline_s=LOAD_S)
+    await child.call("swap", {"image": str(images[1]), "root": ROOTS[1], "sums": packed}, deadline_s=LOAD_S)
     swapped = time.perf_counter()
     async with child.stream("generate", {"finish": True}, item_deadline_s=ITEM_S) as stream:
         rest = [pipe.read_item(body) async for body in stream]

@@ -9,7 +9,7 @@ Not here: the engine (:mod:`.backend`) and the pipe (:mod:`.pipe`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -132,6 +132,6 @@ class Book:
             place = partial.key, partial.index
             self._drafts[place] = self._drafts[place].grown(partial)
 
-    def forget(self, keys: Sequence[int] | None = None) -> None:
-        """Abandon the samples of these requests, or all."""
-        self._drafts = {} if keys is None else {p: draft for p, draft in self._drafts.items() if p[0] not in keys}
+    def forget(self) -> None:
+        """Abandon all samples."""
+        self._drafts = {}
