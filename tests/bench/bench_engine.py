@@ -1,7 +1,8 @@
 """`make bench-engine`: what an engine costs for being ours, on SmolLM2 (or any model folder with --model).
 
 - **rate**: tokens/s through the daemon's path (the engine child, its pipe, and leases that are added as others end)
-  against the library's own ``generate`` on the same prompts, in turns: the median ratio of the pairs. Target 0.97.
+  against the library's own ``generate`` on the same prompts, in turns of some hundred steps, so that not the beginning
+  and the end of a turn are measured: the median ratio of the pairs. Target 0.97.
 - **sampler**: its share of the decode time. Target 3 % on a GPU; on a CPU it is printed only.
 - **swap**: seconds of a swap with nothing in flight, as the daemon sees them, against copying the tensors alone
   (target twice that), and its parts; apart from it the tail of a drain, and a hold with its way back.
@@ -214,11 +215,11 @@ def main() -> int:
     parser.add_argument("--backend", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-engine"))
     parser.add_argument("--model", type=Path, help="a model folder instead of SmolLM2")
-    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rows", type=int, default=64, help="sequences side by side, in both engines")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of a GPU's memory, for the bare vLLM")
