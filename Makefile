@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
 	test-vllm setup-vllm bench-e2e bench-engine bench-patch bench-sampler bench-scoring bench-trust lab-broadcast \
-	lab-flood attack-lab bench-cheats
+	lab-flood attack-lab attack-lab-slow bench-cheats
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -68,6 +68,10 @@ lab-flood: $(READY) ## What honest nodes notice while 50 others flood each strea
 
 attack-lab: $(READY) ## Every attack of the list against a real learner, with what became of each (some twelve minutes)
 	@$(PY) -m tests.attacks.lab --out runs/attack-lab
+
+attack-lab-slow: $(READY) ## The attacks nearest to honest noise, with calibrated thresholds, every rollout audited (40 minutes)
+	@$(PY) -m tests.attacks.lab --out runs/attack-lab --only 0.9 top-p ties padding int8 "base model" \
+		--tokens 12000 --minutes 25 --calibrate 1536 --set audit.rate_probation=1.0 --set audit.rate_steady=1.0
 
 bench-cheats: $(READY) ## The reward curve with 30 % of the work by cheats, checks on and off, on three seeds (some 70 minutes)
 	@$(PY) -m tests.attacks.curve --out runs/bench-cheats
