@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import importlib.util
 import json
 import os
 import subprocess
@@ -27,6 +26,7 @@ from rollmesh_protocol.verdicts.envelope import LIFE_ROLLOUTS, RATE, SOFT_RATE
 from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.bench import trust_cells, trust_lives
 from tests.bench.trust_cells import CHEATS, HONEST, Cases, Cell
+from tests.bench.trust_vllm import PYTHON
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "tests" / "bench" / "results"
@@ -47,11 +47,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/bench-trust"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm-python", type=Path, default=PYTHON, help="of an environment with vLLM; else without")
     parser.add_argument("--as-is", action="store_true", help="judge the rollouts that are there, and make no more")
     chosen = parser.parse_args()
     out = chosen.out.resolve()
     if not chosen.as_is:
-        make_missing(out, threads=chosen.threads)
+        make_missing(out, threads=chosen.threads, vllm=chosen.vllm_python)
     honest = {cell: cases for cell in HONEST if (cases := trust_cells.load(out, cell))}
     cheats = {cell: cases for cell in CHEATS if (cases := trust_cells.load(out, cell))}
     figures = judge(honest, cheats)
@@ -63,9 +64,10 @@ def main() -> int:
     return 0
 
 
-def make_missing(out: Path, *, threads: int) -> None:
+def make_missing(out: Path, *, threads: int, vllm: Path) -> None:
     """Generate and recompute in a process of its own; it keeps what is there."""
     command = [sys.executable, "-m", "tests.bench.trust_data", "--out", str(out), "--threads", str(threads)]
+    command += ["--vllm-python", str(vllm)]
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
     if subprocess.run(command, timeout=MAKE_S, check=False, cwd=ROOT, env=environ).returncode:
         raise SystemExit("the rollouts could not be made")
@@ -96,7 +98,7 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
         f"{total:,} honest rollouts, {sum(c['tokens'] for c in cells):,} tokens; auditor transformers bf16 on a CPU",
         "rates": {"hard_per_life": RATE, "life_rollouts": LIFE_ROLLOUTS, "soft_per_rollout": SOFT_RATE},
         "cells": cells,
-        "absent": {"vllm bf16": why_no_vllm()},
+        "absent": [cell.name for cell in HONEST if cell not in honest],
         "derived": {"all": as_plain(whole), "even": as_plain(derived[0]), "odd": as_plain(derived[1])},
         "defaults": as_plain_thresholds(Thresholds()),
         "false_rejections": wrong,
@@ -105,13 +107,6 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
         "ok": not misses,
         "misses": misses,
     }
-
-
-def why_no_vllm() -> str:
-    """The cell that the design asks for beside those of transformers."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vllm is not installed here"
-    return "the node's engine host offers no vllm backend"
 
 
 def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, total: int) -> list[str]:
@@ -133,10 +128,11 @@ def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, total: int) -
 
 
 def derive_from(honest: dict[Cell, Cases]) -> Derived:
-    """As the calibrate command derives."""
+    """As the calibrate command derives, which generates with transformers: vLLM's work is judged by it all the same."""
     cells = [
         CellData(dtype=cell.dtype, batch=cell.rows, margins=cases.margins, gaps=cases.gaps)
         for cell, cases in honest.items()
+        if cell.engine == "transformers"
     ]
     return derive(cells, rules=Thresholds(), longest=LONGEST)
 
@@ -144,7 +140,7 @@ def derive_from(honest: dict[Cell, Cases]) -> Derived:
 def cell_row(cell: Cell, cases: Cases) -> dict:
     margins, gaps = np.concatenate(cases.margins), np.concatenate(cases.gaps)
     return {
-        "cell": f"transformers {cell.name}",
+        "cell": cell.name if cell.engine == "vllm" else f"{cell.engine} {cell.name}",
         "dtype": cell.dtype,
         "batch": cell.rows,
         "rollouts": len(cases.margins),

@@ -24,6 +24,7 @@ class Cell:
     rows: int = 64
     dtype: str = "bfloat16"
     cheat: str = ""
+    engine: str = "transformers"
 
 
 HONEST: Final = (
@@ -33,6 +34,9 @@ HONEST: Final = (
     Cell(name="fp32-1", rollouts=160, rows=1, dtype="float32"),
     Cell(name="fp32-8", rollouts=128, rows=8, dtype="float32"),
     Cell(name="fp32-64", rollouts=256, rows=64, dtype="float32"),
+    Cell(name="vllm-1", rollouts=96, rows=1, engine="vllm"),
+    Cell(name="vllm-8", rollouts=256, rows=8, engine="vllm"),
+    Cell(name="vllm-64", rollouts=1024, rows=64, engine="vllm"),
 )
 CHEATS: Final = (
     Cell(name="int8 weights, per row", rollouts=640, cheat="int8"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from rollmesh_peer.models.margins import Claim, recompute
 from rollmesh_protocol.environments import addition
 from rollmesh_protocol.environments.interface import Item
 from tests.bench import trust_cheats as cheats
+from tests.bench import trust_vllm
 from tests.bench.trust_cells import CHEATS, HONEST, NEW_TOKENS, Cell, samples_of
 from tests.unit.engine.requests import drained
 
@@ -101,6 +103,16 @@ def requests(world: World, cell: Cell, *, first: int, count: int) -> list[list[G
     ]
 
 
+def by_vllm(world: World, cell: Cell, folder: Path, *, most: int, python: Path) -> trust_vllm.Recorded:
+    """All that a cell of vLLM's lacks: it starts once."""
+    lacking = missing(folder, wanted=min(most, cell.rollouts), part=max(PART, cell.rows))
+    batches = [batch for first, count in lacking for batch in requests(world, cell, first=first, count=count)]
+    print(f"  {cell.name}: vLLM generates {cell.rollouts}", flush=True)
+    return trust_vllm.generated(
+        batches, weights=world.weights, rows=cell.rows, threads=torch.get_num_threads(), python=python
+    )
+
+
 def salt_of(cell: Cell) -> int:
     return sum(map(ord, cell.name)) * 1_000_003
 
@@ -123,6 +135,9 @@ class CheatBackend(TransformersBackend):
             linear.pack()
 
 
+Engine = CheatBackend | trust_vllm.Recorded
+
+
 def make_engine(world: World, cell: Cell, *, kept: dict[tuple[int, str], CheatBackend]) -> CheatBackend:
     """The engine of a cell; ``kept`` holds those with the right weights, which serve more than one."""
     found = kept.get((cell.rows, cell.dtype))
@@ -140,19 +155,19 @@ def make_engine(world: World, cell: Cell, *, kept: dict[tuple[int, str], CheatBa
     return engine
 
 
-def fill(world: World, cell: Cell, folder: Path, *, most: int, engine: Callable[[], CheatBackend]) -> None:
+def fill(world: World, cell: Cell, folder: Path, *, most: int, engine: Callable[[], Engine]) -> None:
     """Generate and recompute what the cell lacks of its first ``most`` rollouts."""
     folder.mkdir(parents=True, exist_ok=True)
-    ready: CheatBackend | None = None
+    ready: Engine | None = None
     for first, count in missing(folder, wanted=min(most, cell.rollouts), part=max(PART, cell.rows)):
         ready = ready or engine()
         started = time.perf_counter()
         arrays = make_part(world, cell, ready, first=first, count=count)
         path = folder / f"{first:05}.npz"
-        partial = path.with_suffix(".part")
-        with partial.open("wb") as file:
+        unfinished = path.with_suffix(".part")
+        with unfinished.open("wb") as file:
             np.savez(file, **arrays)
-        partial.rename(path)
+        unfinished.rename(path)
         took_s = time.perf_counter() - started
         print(f"  {cell.name}: {first} to {first + count} of {cell.rollouts}, {took_s:.0f} s", flush=True)
 
@@ -170,7 +185,7 @@ def missing(folder: Path, *, wanted: int, part: int) -> Iterator[tuple[int, int]
         at = end
 
 
-def make_part(world: World, cell: Cell, engine: CheatBackend, *, first: int, count: int) -> dict[str, np.ndarray]:
+def make_part(world: World, cell: Cell, engine: Engine, *, first: int, count: int) -> dict[str, np.ndarray]:
     """One file of a cell: margins, gaps and log-probs of all tokens, lengths and kinds of all rollouts."""
     claims, claimed, stories, prompt_tokens = [], [], [], 0
     for batch in requests(world, cell, first=first, count=count):
@@ -204,6 +219,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-trust"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="names of cells, separated by semicolons")
+    parser.add_argument("--vllm-python", type=Path, default=trust_vllm.PYTHON, help="of an environment with vLLM")
     parser.add_argument("--most", type=int, default=1_000_000, help="rollouts of each cell, for less than the whole")
     chosen = parser.parse_args()
     out = chosen.out.resolve()
@@ -214,8 +230,12 @@ def main() -> None:
     cells = [cell for cell in (*HONEST, *CHEATS) if not only or cell.name in only]
     kept: dict[tuple[int, str], CheatBackend] = {}
     for cell in cells:
-        if not cell.cheat.startswith("step"):
-            folder = out / "cells" / cell.name
+        folder = out / "cells" / cell.name
+        if cell.engine == "vllm":
+            if chosen.vllm_python.exists():
+                one = partial(by_vllm, world, cell, folder, most=chosen.most, python=chosen.vllm_python)
+                fill(world, cell, folder, most=chosen.most, engine=one)
+        elif not cell.cheat.startswith("step"):
             fill(world, cell, folder, most=chosen.most, engine=lambda cell=cell: make_engine(world, cell, kept=kept))
     old = [cell for cell in cells if cell.cheat.startswith("step")]
     if any([*missing(out / "cells" / cell.name, wanted=min(chosen.most, cell.rollouts), part=PART)] for cell in old):
