@@ -28,7 +28,7 @@ class Cell:
 
 
 HONEST: Final = (
-    Cell(name="bf16-1", rollouts=160, rows=1),
+    Cell(name="bf16-1", rollouts=416, rows=1),
     Cell(name="bf16-8", rollouts=512, rows=8),
     Cell(name="bf16-64", rollouts=8832, rows=64),
     Cell(name="fp32-1", rollouts=160, rows=1, dtype="float32"),
