@@ -37,7 +37,7 @@ class Keeper:
 
     @contextlib.asynccontextmanager
     async def reading(self, *, deadline_s: float):
-        yield SimpleNamespace(image=self._image, root=bytes(32), version=1)
+        yield SimpleNamespace(image=self._image, root=bytes(32), version=1, sums=b"")
 
 
 async def test_the_other_backend_is_taken_and_the_reason_told(tmp_path: Path) -> None:
