@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,9 @@ from rollmesh_protocol.layout import Dtype, Layout
 Sums = tuple[int, int]
 """Sum of the words of a tensor and of their squares, mod 2^64."""
 
+BF16_EXPONENT: Final = np.uint64(0x7F80)
+"""Bits of a bfloat16; all zero for zeros and subnormal numbers."""
+_ANY: Final = np.uint64(0xFFFF)
 _ENTRY: Final = struct.Struct("<QQ")
 _PIECE: Final = 1 << 22
 """Words that one thread sums at a time."""
@@ -33,7 +37,7 @@ def sums_of_words(words: NDArray[np.uint16], *, dtype: Dtype, executor: Executor
     """Return the sums of a tensor's words [n]; pieces of a large one are summed side by side in ``executor``."""
     from rollmesh_peer import bit_sums_kernel  # half a second that a process which sums nothing does not pay
 
-    kernel = bit_sums_kernel.flushed if dtype == "bf16" else bit_sums_kernel.plain
+    kernel = partial(bit_sums_kernel.sums, counted=BF16_EXPONENT if dtype == "bf16" else _ANY)
     if executor is None or words.size <= _PIECE:
         return _added([kernel(words)])
     return _added(executor.map(kernel, [words[start : start + _PIECE] for start in range(0, words.size, _PIECE)]))

@@ -8,6 +8,7 @@ node does not. What became of an attack is read from the learner's own ledger an
 from __future__ import annotations
 
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -248,6 +249,11 @@ def reason_of(refused: Refused) -> str:
     """The offence for which a quarantined node is told that it is out."""
     head, _, reason = refused.detail.partition("out of the run: ")
     return reason.partition(":")[0] or refused.code if head != refused.detail else refused.code
+
+
+def say(words: str) -> None:
+    """For whoever watches."""
+    print(words, file=sys.stderr, flush=True)
 
 
 async def _live(one: Attacker) -> None:

@@ -26,7 +26,6 @@ if it sat in a block of addresses of its own, which gives it 64 identities at on
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from rollmesh_learner.members.admission import Registrations
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.lease import Lease
-from tests.attacks.attack import OUT, SamplingAttack, open_stubborn, reason_of, result_from
+from tests.attacks.attack import OUT, SamplingAttack, open_stubborn, reason_of, result_from, say
 from tests.attacks.claims import claim_text
 from tests.attacks.engine import order_of
 from tests.attacks.fabricated import Made, fabricated
@@ -239,8 +238,3 @@ def _codes(group: ExceptionGroup) -> list[str]:
     for error in group.exceptions:
         codes += _codes(error) if isinstance(error, ExceptionGroup) else [error.code]
     return codes
-
-
-def say(words: str) -> None:
-    """For whoever watches."""
-    print(words, file=sys.stderr, flush=True)

@@ -24,7 +24,8 @@ from typing import Final
 
 from rollmesh_learner.members.standing import OFFENCES
 from rollmesh_peer.models.base import import_base, write_base_image
-from tests.attacks.cheats import SHARE, say
+from tests.attacks.attack import say
+from tests.attacks.cheats import SHARE
 from tests.attacks.curve_plot import draw
 from tests.attacks.curve_run import Job, play
 from tests.attacks.curve_verdict import ARMS, ERRORS, LAST, Row, as_json, judge, mean_in

@@ -21,7 +21,8 @@ from typing import Final
 import trio
 
 from rollmesh_learner.demo.plan import AUDITOR_THREADS, CONFIG, LOOPBACK, NODE_THREADS, NODES, TRAINER_THREADS
-from tests.attacks.cheats import Crowd, say
+from tests.attacks.attack import say
+from tests.attacks.cheats import Crowd
 from tests.attacks.curve_account import read_account
 from tests.attacks.curve_verdict import HONEST, UNCHECKED
 from tests.support.system import System, open_system

@@ -31,7 +31,7 @@ import tests.attacks.protocol
 import tests.attacks.sampling  # noqa: F401 - they fill the registry
 from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
-from tests.attacks.attack import REGISTRY, Attack, SamplingAttack
+from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
 from tests.attacks.leases import Abandoning, Expired, Withholding
 from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
 from tests.attacks.report import as_json, row_of, table
@@ -149,11 +149,6 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
         "ok": not misses,
         "misses": misses,
     }  # fmt: skip
-
-
-def say(words: str) -> None:
-    """For whoever watches."""
-    print(words, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -66,13 +66,13 @@ class Host:
         if not isinstance(layout, bytes) or not isinstance(config, str):
             raise ChildFailed("the engine was told to load without a layout or a config", code="child.request")
         started = time.perf_counter()
+        self._layout = Layout.decode(layout, limit=limits.CARD_BYTES)
         weights = Weights(
             config=json.loads(config),
-            layout=Layout.decode(layout, limit=limits.CARD_BYTES),
+            layout=self._layout,
             image=Path(str(body.get("image"))),
+            sums=self._sums(body),
         )
-        self._layout = weights.layout
-        weights = replace(weights, sums=self._sums(body))
         if self._backend is None:
             self._backend = self._make(body | self._planned(body, weights))
         self._backend.load(weights)

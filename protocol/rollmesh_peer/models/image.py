@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollmesh_peer.bit_sums import Sums, image_sums, sums_of_words
+from rollmesh_peer.bit_sums import BF16_EXPONENT, Sums, image_sums, sums_of_words
 from rollmesh_protocol.errors import ChildFailed, Refused
 from rollmesh_protocol.layout import Dtype, Layout, TensorSpec
 
@@ -30,8 +30,6 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "f16":
 _NAMES: Final[Mapping[torch.dtype, Dtype]] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _PIECE: Final = 1 << 24
 """Words summed at a time where they are widened: 128 MiB on a GPU."""
-_EXPONENT: Final = 0x7F80
-"""Of a bfloat16; all zero for zeros and subnormal numbers."""
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -135,7 +133,7 @@ def tensor_sums(tensor: Tensor, *, executor: Executor | None = None) -> Sums:
     for piece in torch.split(words, _PIECE):
         wide = piece.long() & 0xFFFF
         if dtype == "bf16":
-            wide *= (wide & _EXPONENT) != 0
+            wide *= (wide & int(BF16_EXPONENT)) != 0
         total += int(wide.sum())
         squares += int((wide * wide).sum())
     return total % 2**64, squares % 2**64
