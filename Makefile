@@ -67,11 +67,12 @@ lab-flood: $(READY) ## What honest nodes notice while 50 others flood each strea
 	@$(PY) -m tests.lab.flood --out tests/bench/results/flood.json
 
 attack-lab: $(READY) ## Every attack of the list against a real learner, with what became of each (some twelve minutes)
-	@$(PY) -m tests.attacks.lab --out runs/attack-lab
+	@$(PY) -m tests.attacks.lab --out runs/attack-lab --results tests/bench/results/attacks.json
 
 attack-lab-slow: $(READY) ## The attacks nearest to honest noise, with calibrated thresholds, every rollout audited (40 minutes)
 	@$(PY) -m tests.attacks.lab --out runs/attack-lab --only 0.9 top-p ties padding int8 "base model" \
-		--tokens 12000 --minutes 25 --calibrate 1536 --set audit.rate_probation=1.0 --set audit.rate_steady=1.0
+		--tokens 12000 --minutes 25 --calibrate 1536 --set audit.rate_probation=1.0 --set audit.rate_steady=1.0 \
+		--results tests/bench/results/attacks-slow.json
 
 bench-cheats: $(READY) ## The reward curve with 30 % of the work by cheats, checks on and off, on three seeds (some 70 minutes)
 	@$(PY) -m tests.attacks.curve --out runs/bench-cheats
