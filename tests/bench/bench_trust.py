@@ -2,10 +2,11 @@
 
 Rollouts of SmolLM2-135M-Instruct are made once (:mod:`tests.bench.trust_data`, half an hour on two cores) and kept.
 Thresholds, drift test and delta are derived as `rollmesh learner calibrate` does, from one half of the honest prompts,
-and tried on the other half, both ways round. Printed are: the cells; false rejections rule by rule, of single rollouts
-and of whole lives of 10,000 audited rollouts; audited tokens until a node that cheats all the time is noticed, median
-and 95th percentile over lives that are drawn from its rollouts; and how often blocks of so many tokens are noticed at a
-false-positive rate of 1e-3. The last line is one JSON object: ``rows``, ``ok`` and ``misses``.
+and tried on the other half, both ways round; and from as few rollouts as that command makes by default. Printed are:
+the cells; false rejections rule by rule, of single rollouts and of whole lives of 10,000 audited rollouts; audited
+tokens until a node that cheats all the time is noticed, median and 95th percentile over lives that are drawn from its
+rollouts; and how often blocks of so many tokens are noticed at a false-positive rate of 1e-3. The last line is one JSON
+object: ``rows``, ``ok`` and ``misses``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from rollmesh_learner.audit.calibrate import DEFAULT_ROLLOUTS, SHARES
 from rollmesh_learner.audit.derive import CellData, Derived, derive
 from rollmesh_protocol.verdicts.envelope import LIFE_ROLLOUTS, RATE, SOFT_RATE
 from rollmesh_protocol.verdicts.margins import Thresholds
@@ -40,6 +43,9 @@ INT8_TOKENS: Final = 10_000
 STEADY: Final = 0.03
 """Share of a node's rollouts that is audited in good standing."""
 MAKE_S: Final = 4 * 3600
+OPERATORS: Final = 12
+"""Calibrations with as many rollouts as the command makes by default, drawn from the transformers cells."""
+LIVES_OF_OPERATOR: Final = 90
 
 
 def main() -> int:
@@ -84,15 +90,18 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
     wrong = false_rejections(halves, derived)
     print_table("\nfalse rejections: thresholds of one half, work of the other", wrong["by_cell"])
     print(f"lives of {LIFE_ROLLOUTS:,} honest rollouts: {json.dumps(wrong['lives'])}")
+    operators = [derive(cells, rules=Thresholds(), longest=LONGEST) for cells in as_operators_measure(honest)]
+    by_operators = operators_lives(list(honest.values()), operators)
+    print(f"\nthe same by {OPERATORS} calibrations of {DEFAULT_ROLLOUTS} rollouts: {json.dumps(by_operators)}")
     whole = derive_from(honest)
-    rows = [cheat_row(cell, cases, derived=whole) for cell, cases in cheats.items()]
+    rows = [cheat_row(cell, cases, derived=whole, operators=operators) for cell, cases in cheats.items()]
     print_table("\naudited tokens until a cheat is noticed, median / 95th percentile (- : not within the cap)", rows)
     roc = trust_lives.roc(honest=halves[1], cheats=cheats, derived=derived[0])
     print_table(
         "\nshare of blocks noticed at a false-positive rate of 1e-3, by audited tokens in the block", roc["table"]
     )
     total = sum(cell["rollouts"] for cell in cells)
-    misses = misses_of(cells, rows, wrong, total=total)
+    misses = misses_of(cells, rows, wrong, operators=by_operators, total=total)
     return {
         "workload": f"SmolLM2-135M-Instruct, sums and stories by turns, up to {trust_cells.NEW_TOKENS} new tokens, "
         f"{total:,} honest rollouts, {sum(c['tokens'] for c in cells):,} tokens; auditor transformers bf16 on a CPU",
@@ -100,6 +109,11 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
         "cells": cells,
         "absent": [cell.name for cell in HONEST if cell not in honest],
         "derived": {"all": as_plain(whole), "even": as_plain(derived[0]), "odd": as_plain(derived[1])},
+        "operators": {
+            "rollouts": DEFAULT_ROLLOUTS,
+            "derived": [as_plain(one) for one in operators],
+            "honest_lives": by_operators,
+        },
         "defaults": as_plain_thresholds(Thresholds()),
         "false_rejections": wrong,
         "rows": rows,
@@ -109,7 +123,7 @@ def judge(honest: dict[Cell, Cases], cheats: dict[Cell, Cases]) -> dict:
     }
 
 
-def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, total: int) -> list[str]:
+def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, operators: dict, total: int) -> list[str]:
     """What the design asks for and was not reached."""
     found = []
     if total < LEAST_HONEST:
@@ -120,9 +134,11 @@ def misses_of(cells: list[dict], rows: list[dict], wrong: dict, *, total: int) -
         found.append(f"{wrong['rejected']} of {wrong['tested']} honest rollouts rejected")
     if max(wrong["lives"]["hard"], wrong["lives"]["drift"]) > RATE:
         found.append(f"honest lives ended: {wrong['lives']}")
+    if max(operators["hard"], operators["drift"]) > RATE:
+        found.append(f"honest lives ended by calibrations of {DEFAULT_ROLLOUTS} rollouts: {operators}")
     careful = next((row for row in rows if row["cheat"] == INT8), None)
-    if careful is None or not (careful["drift_p95"] or INT8_TOKENS + 1) <= INT8_TOKENS:
-        found.append("int8 weights are not found within 10,000 audited tokens")
+    if careful is None or not (careful["operators_out_p95"] or INT8_TOKENS + 1) <= INT8_TOKENS:
+        found.append("int8 weights are not put out within 10,000 audited tokens")
     found += [f"{cell.name} was not measured" for cell in CHEATS if cell.name not in {row["cheat"] for row in rows}]
     return found
 
@@ -135,6 +151,26 @@ def derive_from(honest: dict[Cell, Cases]) -> Derived:
         if cell.engine == "transformers"
     ]
     return derive(cells, rules=Thresholds(), longest=LONGEST)
+
+
+def as_operators_measure(honest: dict[Cell, Cases]) -> Iterator[list[CellData]]:
+    """What OPERATORS runs of the calibrate command with its default number of rollouts might have measured."""
+    by_kind = {(c.dtype, c.rows): cases for c, cases in honest.items() if c.engine == "transformers"}
+    random = np.random.default_rng(14)
+    for _ in range(OPERATORS):
+        cells = []
+        for (dtype, batch), share in SHARES.items():
+            cases = by_kind[dtype, batch]
+            drawn = random.integers(0, len(cases.margins), max(1, round(share * DEFAULT_ROLLOUTS)))
+            margins, gaps = ([kept[at] for at in drawn] for kept in (cases.margins, cases.gaps))
+            cells.append(CellData(dtype=dtype, batch=batch, margins=margins, gaps=gaps))
+        yield cells
+
+
+def operators_lives(cells: list[Cases], operators: list[Derived]) -> dict[str, float]:
+    """Shares of honest lives in which each rule fired, by the thresholds of every operator."""
+    lives = [trust_lives.honest_lives(cells, one, lives=LIVES_OF_OPERATOR) for one in operators]
+    return {name: round(float(np.mean([one[name] for one in lives])), 5) for name in lives[0]}
 
 
 def cell_row(cell: Cell, cases: Cases) -> dict:
@@ -179,8 +215,8 @@ def false_rejections(halves: list[dict[Cell, Cases]], derived: list[Derived]) ->
     }
 
 
-def cheat_row(cell: Cell, cases: Cases, *, derived: Derived) -> dict:
-    """How long one cheat lasts."""
+def cheat_row(cell: Cell, cases: Cases, *, derived: Derived, operators: list[Derived]) -> dict:
+    """How long one cheat lasts: by thresholds of all honest work, and by those of operators who measured less."""
     margins, gaps = np.concatenate(cases.margins), np.concatenate(cases.gaps)
     row: dict = {
         "cheat": cell.name,
@@ -194,6 +230,11 @@ def cheat_row(cell: Cell, cases: Cases, *, derived: Derived) -> dict:
     }
     for rule, lengths in trust_lives.detection_lengths(cases, derived).items():
         row[f"{rule}_median"], row[f"{rule}_p95"] = (trust_lives.quantile(lengths, q) for q in (0.5, 0.95))
+    every = [trust_lives.detection_lengths(cases, one, lives=LIVES_OF_OPERATOR) for one in operators]
+    for rule in ("first", "out"):
+        lengths = np.concatenate([one[rule] for one in every])
+        row[f"operators_{rule}_median"] = trust_lives.quantile(lengths, 0.5)
+        row[f"operators_{rule}_p95"] = trust_lives.quantile(lengths, 0.95)
     first = row["first_median"]
     row["generated_median_at_3_percent"] = round(first / STEADY) if first else None
     return row

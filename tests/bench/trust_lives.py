@@ -108,15 +108,15 @@ def _first(fired: np.ndarray) -> np.ndarray:
     return np.where(fired.any(axis=1), fired.argmax(axis=1), fired.shape[1])
 
 
-def detection_lengths(cases: Cases, derived: Derived) -> dict[str, np.ndarray]:
-    """Audited tokens until each rule fires, one for each life; inf where it does not within the cap."""
+def detection_lengths(cases: Cases, derived: Derived, *, lives: int = LIVES) -> dict[str, np.ndarray]:
+    """Audited tokens until each rule fires, one for each of ``lives``; inf where it does not within the cap."""
     scores = score(cases, derived)
     length = int(np.ceil(CAP_TOKENS / scores.tokens.mean()))
-    lives = np.random.default_rng(11).integers(0, len(cases.margins), (LIVES, length))
-    ends = np.cumsum(scores.tokens[lives], axis=1)
+    drawn = np.random.default_rng(11).integers(0, len(cases.margins), (lives, length))
+    ends = np.cumsum(scores.tokens[drawn], axis=1)
     found = {}
-    for rule, places in walk(scores, lives, derived).items():
-        reached = ends[np.arange(LIVES), np.minimum(places, length - 1)].astype(float)
+    for rule, places in walk(scores, drawn, derived).items():
+        reached = ends[np.arange(lives), np.minimum(places, length - 1)].astype(float)
         found[rule] = np.where(places < length, reached, np.inf)
     return found
 
@@ -127,8 +127,8 @@ def quantile(lengths: np.ndarray, q: float) -> int | None:
     return int(value) if np.isfinite(value) else None
 
 
-def honest_lives(cells: Sequence[Cases], derived: Derived) -> dict[str, float]:
-    """Shares of lives of LIFE_ROLLOUTS rollouts, each life of one cell's work, in which each rule fired.
+def honest_lives(cells: Sequence[Cases], derived: Derived, *, lives: int = HONEST_LIVES) -> dict[str, float]:
+    """Shares of ``lives`` lives of LIFE_ROLLOUTS rollouts, each life of one cell's work, in which each rule fired.
 
     Lives are drawn by prompts, all samples of one after the other: rollouts of one prompt are alike.
     ``hard`` ends a node (a rollout, the window, two alarms); ``soft`` halves its record (the window, one alarm).
@@ -137,13 +137,13 @@ def honest_lives(cells: Sequence[Cases], derived: Derived) -> dict[str, float]:
     fired: list[dict[str, np.ndarray]] = []
     for cases in cells:
         scores = score(cases, derived)
-        each = -(-HONEST_LIVES // len(cells))
+        each = -(-lives // len(cells))
         for start in range(0, each, 50):  # bounds the memory
             prompts = random.integers(
                 0, len(cases.margins) // cases.samples, (min(50, each - start), LIFE_ROLLOUTS // cases.samples)
             )
-            lives = (prompts[:, :, None] * cases.samples + np.arange(cases.samples)).reshape(len(prompts), -1)
-            fired.append(walk(scores, lives, derived))
+            drawn = (prompts[:, :, None] * cases.samples + np.arange(cases.samples)).reshape(len(prompts), -1)
+            fired.append(walk(scores, drawn, derived))
     together = {rule: np.concatenate([one[rule] for one in fired]) < LIFE_ROLLOUTS for rule in fired[0]}
     return {
         "hard": float(together["out"].mean()),

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from rollmesh_learner.audit import pieces
 from rollmesh_learner.audit.cases import Case
+from rollmesh_learner.audit.claims import Claims
 from rollmesh_learner.audit.margin_book import MarginBook, read_margins
 from rollmesh_learner.audit.reaudit import Reaudits
 from rollmesh_learner.members.discipline import Discipline
@@ -55,13 +58,25 @@ _MOST_TRIES: Final = 3
 """Failures of one rollout by itself after which it is given up: the child says that it cannot do it ..."""
 _MOST_DEATHS: Final = 10
 """... or dies of it, which more often is somebody else's doing."""
+MOST_SUSPECTS: Final = 32
 _DEATHS: Final = frozenset({DIED, KILLED, LATE, START, CLOSED})
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What an audit found of one rollout."""
+class _Recomputed:
+    """What the child found of one rollout: margins [t] and log-probabilities under the exact weights [t], nats."""
 
+    case: Case
+    margins: NDArray[np.float32]
+    exact: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What an audit found of one rollout, and what it means."""
+
+    case: Case
+    exact: NDArray[np.float32]
     figures: AuditFigures
     verdict: Verdict
     why: str
@@ -95,6 +110,7 @@ class Auditor:
         self._image_of = image_of
         self._work = trio.Event()
         self._suspects: dict[RolloutKey, Case] = {}
+        self._claims = Claims()
         self._failures: Counter[RolloutKey] = Counter()
         """By rollout, of the audits that it was part of since the last one that succeeded."""
         self.reaudits = reaudits or Reaudits(ledger, image_of=image_of, bad={})
@@ -109,9 +125,13 @@ class Auditor:
         self._work.set()
 
     def suspect(self, rollout: StoredRollout, *, prompt: bytes) -> None:
-        """Audit a rollout that was consumed already: its log-probabilities were further from ours than noise is."""
-        self._suspects[rollout.key] = Case(rollout, prompt)
-        self.wake()
+        """Audit a rollout that was consumed already: its log-probabilities were further from ours than noise is.
+
+        Of one node no more than MOST_SUSPECTS wait: who tells nothing but stories is found out by a few of them.
+        """
+        if sum(case.rollout.node == rollout.node for case in self._suspects.values()) < MOST_SUSPECTS:
+            self._suspects[rollout.key] = Case(rollout, prompt)
+            self.wake()
 
     def look_back(self, node: str) -> None:
         """``node`` is out of the run: its consumed work is audited again, and what fails is counted."""
@@ -179,8 +199,11 @@ class Auditor:
             return
         outcomes = await self._recompute(kept)
         fault_point("audit.recomputed")
-        for case in kept:
-            await self._decide(case, pieces.joined(outcomes[case.rollout.key]))
+        read = [_read(case, pieces.joined(outcomes[case.rollout.key])) for case in kept]
+        found = [self._judge(one) for one in read]
+        # Those that failed first: no other work of their nodes may become ready meanwhile.
+        for one in sorted(found, key=lambda one: one.verdict != "hard"):
+            await self._decide(one)
 
     async def _recompute(self, cases: list[Case]) -> dict[RolloutKey, list[Body]]:
         """What the child finds of each rollout: one outcome for each piece, in order."""
@@ -200,41 +223,41 @@ class Auditor:
                     found[piece.case.rollout.key].append(outcome)
         return found
 
-    async def _decide(self, case: Case, outcome: Body) -> None:
+    async def _decide(self, found: _Found) -> None:
         """What is written down and what follows, for one rollout that was recomputed."""
-        rollout = case.rollout
+        rollout = found.case.rollout
         self.done += 1
-        self.audited_tokens += case.num_tokens
-        found = self._judge(case, outcome)
+        self.audited_tokens += found.case.num_tokens
         if rollout.key in self.reaudits.cases:
-            await self._ledger.commit(_insert_audit(rollout, found))
-            self.reaudits.judged(case, found.verdict)
+            await self._ledger.commit(_insert_audit(found))
+            self.reaudits.judged(found.case, found.verdict)
             return
-        statements = [_insert_audit(rollout, found), *self._put_record(rollout.node, passed=found.verdict == "pass")]
+        statements = [_insert_audit(found), *self._put_record(rollout.node, passed=found.verdict == "pass")]
         if found.verdict == "hard":
             self.failed += 1
-            await self._ledger.commit(*statements)
             _log.warning("audit of %s failed: %s", short(rollout.node), found.why)
+            await self._discipline.offend(
+                rollout.node, "result.sampling", detail=found.why, rollouts=1, along=statements
+            )
             await self.reaudits.count_consumed(rollout.key)
-            await self._discipline.offend(rollout.node, "result.sampling", detail=found.why, rollouts=1)
             return
-        exact = outcome["exact_logprobs"]
-        if not isinstance(exact, bytes) or len(exact) != len(rollout.logprobs):
-            raise ChildFailed("the auditor's log-probabilities do not fit the rollout")
-        await self._ledger.commit(*statements, *self._book.pass_audit(rollout.key, exact))
+        await self._ledger.commit(*statements, *self._book.pass_audit(rollout.key, found.exact.tobytes()))
         if found.verdict == "soft":
             await self._discipline.offend(rollout.node, "result.drift", detail=found.why, rollouts=0)
+        claimed = np.frombuffer(rollout.logprobs, dtype="<f4")
+        if why := self._claims.add(rollout.node, claimed, exact=found.exact):
+            await self._discipline.offend(rollout.node, "result.logprob", detail=why, rollouts=0)
 
-    def _judge(self, case: Case, outcome: Body) -> _Found:
+    def _judge(self, recomputed: _Recomputed) -> _Found:
         """The verdict: on the rollout by itself; then, but for re-audits, on what its node was seen to do lately."""
+        case, margins = recomputed.case, recomputed.margins
         rollout, book = case.rollout, self._margin_book
         node = self._nodes.get(rollout.node)
-        margins = read_margins(outcome["margins"], tokens=rollout.num_tokens)
         limits = book.limits_of(node) if book is not None else self._thresholds
         figures = count_margins(margins, limits)
         verdict, why = judge_rollout(figures, limits)
         if rollout.key in self.reaudits.cases:
-            return _Found(figures, verdict, why)
+            return _Found(case, recomputed.exact, figures, verdict, why)
         if node is not None and verdict == "pass":
             node.recent_margins.append((figures.tokens, figures.over_low, figures.over_high))
             keep_recent(node.recent_margins, limits)
@@ -246,7 +269,7 @@ class Auditor:
             drift, because = book.add(rollout.node, margins, node=node)
             if drift == "hard" or verdict == "pass":
                 verdict, why = drift, because
-        return _Found(figures, verdict, why)
+        return _Found(case, recomputed.exact, figures, verdict, why)
 
     def _put_record(self, peer: str, *, passed: bool) -> list[Statement]:
         record = self._nodes.record_of(peer).audit(passed=passed)
@@ -265,8 +288,17 @@ class Auditor:
         await self._ledger.commit(*statements)
 
 
-def _insert_audit(rollout: StoredRollout, found: _Found) -> Statement:
-    figures = found.figures
+def _read(case: Case, outcome: Body) -> _Recomputed:
+    """What the child answered for one rollout. ``ChildFailed``: it does not fit."""
+    exact = outcome["exact_logprobs"]
+    if not isinstance(exact, bytes) or len(exact) != len(case.rollout.logprobs):
+        raise ChildFailed("the auditor's log-probabilities do not fit the rollout")
+    margins = read_margins(outcome["margins"], tokens=case.rollout.num_tokens)
+    return _Recomputed(case, margins, np.frombuffer(exact, dtype="<f4"))
+
+
+def _insert_audit(found: _Found) -> Statement:
+    rollout, figures = found.case.rollout, found.figures
     return Statement(
         "INSERT OR REPLACE INTO audits (lease_id, sample, node, verdict, tokens, over_half, over_one, over_three,"
         " largest, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollmesh_learner.audit.calibration import CellFigures
 from rollmesh_protocol.verdicts.drift import DriftTest, fit_drift
-from rollmesh_protocol.verdicts.envelope import delta_of, envelope_of
+from rollmesh_protocol.verdicts.envelope import DELTA_TOKENS, delta_of, envelope_of, judged
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 LEAST_DELTA: Final = 0.05
@@ -61,8 +61,9 @@ class Derived:
 
 def derive(cells: Sequence[CellData], *, rules: Thresholds, longest: int) -> Derived:
     """The envelope, the drift test and delta; the counts and the window are those of ``rules``."""
+    gaps = [np.concatenate(cell.gaps) for cell in cells]
     return Derived(
         thresholds=envelope_of([np.concatenate(cell.margins) for cell in cells], rules=rules, longest=longest),
         drift=fit_drift([cell.margins for cell in cells]),
-        delta=max(LEAST_DELTA, *(delta_of(np.concatenate(cell.gaps)) for cell in cells)),
+        delta=max(LEAST_DELTA, *map(delta_of, judged(gaps, least=DELTA_TOKENS))),
     )

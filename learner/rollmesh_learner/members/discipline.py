@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.records import rows
-from rollmesh_learner.records.ledger import Ledger
+from rollmesh_learner.records.ledger import Ledger, Statement
 from rollmesh_learner.work.book import Book
 from rollmesh_protocol.identity import short
 
@@ -26,8 +26,14 @@ class Discipline:
         self._ledger = ledger
         self._on_quarantine = on_quarantine
 
-    async def offend(self, peer: str, code: str, *, detail: str, rollouts: int) -> None:
-        """``peer`` did something wrong; ``rollouts`` of its samples were refused for it."""
+    async def offend(
+        self, peer: str, code: str, *, detail: str, rollouts: int, along: Sequence[Statement] = ()
+    ) -> None:
+        """``peer`` did something wrong; ``rollouts`` of its samples were refused for it.
+
+        What follows holds before anything is waited for, and is written down with ``along`` in one transaction: no
+        work of a node that was put out can be consumed meanwhile, and a crash leaves no verdict without it.
+        """
         before = self._nodes.record_of(peer)
         wall_time = time.time()
         record = before.offend(
@@ -35,9 +41,12 @@ class Discipline:
         )
         if record == before:  # nothing to hold against it: a flood of these must cost neither disk nor log
             _log.debug("%s: %s (%s)", short(peer), code, detail)
+            if along:
+                await self._ledger.commit(*along)
             return
         self._nodes.set_record(peer, record)
         statements = [
+            *along,
             rows.put_node(peer, name=self._nodes.name_of(peer), record=record, wall_time=wall_time),
             rows.insert_offence(peer, code=code, detail=detail, wall_time=wall_time),
         ]

@@ -93,12 +93,12 @@ def fit_drift(cells: Sequence[Sequence[Margins]]) -> DriftTest:
     """
     if not cells or not all(cells):
         raise ValueError("a cell without rollouts says nothing")
-    judged = [[one for cell in cells for one in cell], *(cell for cell in cells if sum(map(len, cell)) >= CELL_TOKENS)]
-    tokens = [np.concatenate(cell) for cell in judged]
+    kinds = [[one for cell in cells for one in cell], *(cell for cell in cells if sum(map(len, cell)) >= CELL_TOKENS)]
+    tokens = [np.concatenate(kind) for kind in kinds]
     clip = max(LEAST_CLIP, *(tail_bound(cell, CLIP_RATE) for cell in tokens))
     honest = max(float(np.minimum(cell, clip).mean(dtype=np.float64)) for cell in tokens)
     reference = max(LEAST_REFERENCE, RATIO * honest)
-    scores = [np.array([excess(m, clip=clip, reference=reference) for m in cell]) for cell in judged]
+    scores = [np.array([excess(m, clip=clip, reference=reference) for m in kind]) for kind in kinds]
     return DriftTest(clip=clip, reference=reference, exponent=_exponent(scores, extra=clip - reference))
 
 

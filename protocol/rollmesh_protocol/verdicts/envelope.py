@@ -1,7 +1,8 @@
 """From margins of honest work to thresholds: the global envelope, the classes inside it, and delta. Pure numpy.
 
 Invariants: a threshold holds the stated rate with 95 % confidence for what was measured, so more of the same data
-tightens it; the envelope of several cells (arithmetic x batch) is that of the worst one; a class of engines is learned
+tightens it; it is wider than the default only where honest work itself lies beyond the default, never because little
+was measured; the envelope of several cells (arithmetic x batch) is that of the worst one; a class of engines is learned
 from at least three unrelated nodes, by the median over them, and only ever tightens: declaring one gains nothing.
 
 Sources. Tails: peaks over a threshold with an exponential law of excesses (J. Pickands, Ann. Stat. 3, 1975, of shape
@@ -63,6 +64,8 @@ _EDGES: Final = np.concatenate([np.zeros(1), np.geomspace(1e-3, 32.0, BINS - 2),
 _UPPER: Final = np.concatenate([_EDGES[:-1], np.array([64.0])])
 """The largest margin of each bin: what is read out of counts is never too small."""
 DELTA_SHARE: Final = 0.999
+DELTA_TOKENS: Final = 10_000
+"""Of a cell with fewer, the upper end of that percentile is the largest gap there is."""
 
 
 def token_rate(rate: float, *, count: int, tokens: int) -> float:
@@ -70,8 +73,10 @@ def token_rate(rate: float, *, count: int, tokens: int) -> float:
     return min(1.0, math.pow(rate * math.factorial(count), 1 / count) / tokens)
 
 
-def tail_bound(margins: Margins, rate: float) -> float:
+def tail_bound(margins: Margins, rate: float, *, z: float = CONFIDENCE_Z) -> float:
     """A margin that a token of this kind exceeds with probability ``rate`` at most (95 % confidence), in nats.
+
+    ``z`` is the confidence as a normal deviate: 0 for what is as likely too small as too large.
 
     Beyond the u of which the largest tenth of the margins above zero are the excesses: u + b log(p_u / rate), b the
     mean excess, with b and p_u at the upper end of their intervals. Never below the largest margin seen when less than
@@ -82,11 +87,11 @@ def tail_bound(margins: Margins, rate: float) -> float:
         return 0.0
     peaks = min(positive.size, max(LEAST_PEAKS, round(TAIL_SHARE * positive.size)))
     floor = float(positive[-peaks - 1]) if peaks < positive.size else 0.0
-    more = _gamma_quantile(peaks + 1, CONFIDENCE_Z) / peaks
+    more = _gamma_quantile(peaks + 1, z) / peaks
     share = min(1.0, peaks / margins.size * more)
     if rate >= share:
         return float(np.quantile(margins, max(0.0, 1 - rate / more)))
-    excess = float(np.sum(positive[-peaks:] - floor)) / _gamma_quantile(peaks, -CONFIDENCE_Z)
+    excess = float(np.sum(positive[-peaks:] - floor)) / _gamma_quantile(peaks, -z)
     bound = floor + excess * math.log(share / rate)
     return max(bound, float(positive[-1])) if rate * margins.size < 1 else bound
 
@@ -120,32 +125,41 @@ class Rates:
         )
 
 
-def thresholds_of(margins: Margins, *, rules: Thresholds, longest: int) -> Thresholds:
+def thresholds_of(margins: Margins, *, rules: Thresholds, longest: int, z: float = CONFIDENCE_Z) -> Thresholds:
     """Where the noise of these margins ends; counts, shares and window are those of ``rules``. No slack."""
     rates = Rates.of(rules, longest=longest)
-    low = tail_bound(margins, rates.low)
-    high = max(low, tail_bound(margins, rates.high))
-    return replace(rules, low_margin=low, high_margin=high, any_margin=max(high, tail_bound(margins, rates.any)))
+    low = tail_bound(margins, rates.low, z=z)
+    high = max(low, tail_bound(margins, rates.high, z=z))
+    return replace(rules, low_margin=low, high_margin=high, any_margin=max(high, tail_bound(margins, rates.any, z=z)))
 
 
-def envelope_of(cells: Sequence[Margins], *, rules: Thresholds, longest: int) -> Thresholds:
-    """The thresholds within which all cells lie, together and each by itself where it has :data:`CELL_TOKENS`.
+def judged(cells: Sequence[Margins], *, least: int = CELL_TOKENS) -> list[Margins]:
+    """All cells as one, and each by itself that has ``least`` tokens. ``ValueError`` for an empty cell.
 
-    With :data:`SLACK`, and not below the least ones. ``cells``: the margins of all tokens of each cell, one array for
-    each. Raises ``ValueError`` for an empty cell.
+    ``cells``: a value for each token of each cell, one array for each.
     """
     if not cells or not all(cell.size for cell in cells):
         raise ValueError("a cell without tokens says nothing")
-    judged = [np.concatenate(cells), *(cell for cell in cells if cell.size >= CELL_TOKENS)]
-    found = [thresholds_of(cell, rules=rules, longest=longest) for cell in judged]
-    return _no_less(
-        replace(
-            rules,
-            low_margin=SLACK * max(one.low_margin for one in found),
-            high_margin=SLACK * max(one.high_margin for one in found),
-            any_margin=SLACK * max(one.any_margin for one in found),
-        )
-    )
+    return [np.concatenate(cells), *(cell for cell in cells if cell.size >= least)]
+
+
+def envelope_of(cells: Sequence[Margins], *, rules: Thresholds, longest: int) -> Thresholds:
+    """The thresholds within which all cells lie (:func:`judged`), with :data:`SLACK` and not below the least ones.
+
+    The margins of ``rules`` are the widest, one by one, as long as the cells do not lie beyond them: what they show,
+    without confidence or slack, and not what cannot be excluded because little was measured.
+    """
+    kinds = judged(cells)
+    sure = [thresholds_of(kind, rules=rules, longest=longest) for kind in kinds]
+    seen = [thresholds_of(kind, rules=rules, longest=longest, z=0.0) for kind in kinds]
+
+    def margin(name: str) -> float:
+        default: float = getattr(rules, name)
+        wide: float = SLACK * max(getattr(one, name) for one in sure)
+        return wide if max(getattr(one, name) for one in seen) > default else min(wide, default)
+
+    low, high, any_margin = (margin(name) for name in ("low_margin", "high_margin", "any_margin"))
+    return _no_less(replace(rules, low_margin=low, high_margin=high, any_margin=any_margin))
 
 
 def tighten(envelope: Thresholds, others: Thresholds) -> Thresholds:

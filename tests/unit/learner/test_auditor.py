@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 
-from rollmesh_learner.audit.auditor import Auditor
+from rollmesh_learner.audit.auditor import MOST_SUSPECTS, Auditor
 from rollmesh_learner.work.book import Rules
 from rollmesh_peer.children.failure import DIED
 from rollmesh_protocol.errors import ChildFailed
@@ -32,6 +33,8 @@ class Child:
         self.failures_left = 1000
         self.far: set[int] = set()
         """Seeds at which it finds tokens far off."""
+        self.untrue = 0.0
+        """How far it finds all claimed log-probabilities off, nats."""
 
     @asynccontextmanager
     async def use(self):
@@ -48,7 +51,7 @@ class Child:
             "rollouts": [
                 {
                     "margins": np.full(len(r["tokens"]) // 4, 9.0 * (r["seed"] in self.far), "<f4").tobytes(),
-                    "exact_logprobs": r["logprobs"],
+                    "exact_logprobs": (np.frombuffer(r["logprobs"], "<f4") - np.float32(self.untrue)).tobytes(),
                 }
                 for r in rollouts
             ]
@@ -114,6 +117,56 @@ async def test_a_hard_failure_costs_the_node_everything_and_others_nothing(
         assert await life.ledger.fetch("SELECT state, count(*) FROM rollouts GROUP BY state ORDER BY state") == [
             ("ready", 2), ("void", 2),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_nothing_of_a_failed_node_is_ready_for_a_moment_and_the_verdict_is_one_transaction(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Its other rollout passes in the same round: a step that looks for its batch meanwhile must not find it."""
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        node = nodes[0].identity.peer
+        child.far = {of(life, nodes[0])[place].seed}
+        commit = life.ledger.commit
+        hard: list[tuple[bool, bool]] = []
+
+        async def look(*statements) -> None:
+            assert not [rollout for rollout in life.book.pending("ready") if rollout.node == node]
+            texts = [str(statement) for statement in statements]
+            if any("INTO audits" in text and "'hard'" in text for text in texts):
+                hard.append((any("INTO offences" in t for t in texts), any("'void'" in t for t in texts)))
+            await commit(*statements)
+
+        monkeypatch.setattr(life.ledger, "commit", look)
+        await audit_all(life, auditor)
+        assert hard == [(True, True)]
+
+
+async def test_a_node_whose_log_probabilities_are_never_true_loses_its_standing_but_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with auditing(folder, monkeypatch) as (life, child, auditor, nodes):
+        child.untrue = 0.5
+        await nodes[0].work_off(life, groups=1)
+        for rollout in [*life.book.pending("scoring")]:
+            scored = life.book.score(rollout.key, 1.0, error=None)
+            await life.ledger.commit(*scored, *life.book.draw(rollout.key, drawn=True))
+        await audit_all(life, auditor)
+        first, second = (node.identity.peer for node in nodes[:2])
+        assert await life.ledger.fetch("SELECT peer, code FROM offences") == [(first, "result.logprob")]
+        assert life.registry.record_of(first).passed < 4, "it is audited more than a node with as much good work"
+        assert not life.registry.record_of(first).is_quarantined
+        assert life.registry.record_of(second).passed == 2
+        assert len([*life.book.pending("ready")]) == 6, "the work itself is good"
+
+
+async def test_suspects_of_one_node_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with auditing(folder, monkeypatch) as (life, _, auditor, nodes):
+        liar, other = (of(life, node)[0] for node in nodes[:2])
+        for sample in range(3 * MOST_SUSPECTS):
+            auditor.suspect(replace(liar, sample=sample), prompt=bytes(8))
+        auditor.suspect(other, prompt=bytes(8))
+        assert len(auditor._suspects) == MOST_SUSPECTS + 1
 
 
 @pytest.mark.parametrize(("code", "tries"), [(None, 3), (DIED, 10)])

@@ -91,6 +91,19 @@ def test_a_cell_of_a_few_tokens_does_not_widen_the_envelope_by_what_it_leaves_op
     assert together.any_margin < envelope_of([little], rules=RULES, longest=LONGEST).any_margin
 
 
+@given(st.integers(1000, 4000), st.integers(0, 200))
+def test_that_little_was_measured_loosens_no_default(tokens: int, seed: int) -> None:
+    """What cannot be excluded is no reason to believe it: without a calibration nothing is excluded either."""
+    found = envelope_of([margins(tokens, scale=0.04, seed=seed)], rules=RULES, longest=LONGEST)
+    assert all(one <= other for one, other in zip(values_of(found), values_of(RULES), strict=True))
+
+
+def test_honest_work_beyond_the_defaults_widens_them() -> None:
+    """Else the honest nodes of a model that computes less exactly would all be put out."""
+    found = envelope_of([margins(20_000, scale=0.3)], rules=RULES, longest=LONGEST)
+    assert all(one > other for one, other in zip(values_of(found), values_of(RULES), strict=True))
+
+
 def test_longer_completions_have_a_wider_bound() -> None:
     sample = margins(20_000)
     short, long = (thresholds_of(sample, rules=RULES, longest=n) for n in (16, 2048))
