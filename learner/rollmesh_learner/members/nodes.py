@@ -2,7 +2,7 @@
 
 Speed is measured from accepted work alone, so what a node claims buys nothing: the allowance of samples that it may
 hold is twice what it has shown it can deliver within one lease, starting at one group. Leases that run out shrink it
-back towards that, and whoever lets one run out after the other gets nothing for a while.
+back towards that, and whoever lets one run out after the other, or gives them back late, gets nothing for a while.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ ALLOWANCE_LEASES: Final = 2.0
 """Samples a node may hold, as a multiple of what it delivers within one lease's duration."""
 DURATION_MARGIN: Final = 4.0
 """A lease stands this many times as long as its work should take: a game may start on the volunteer's PC."""
+NEWCOMER_MARGIN: Final = 16.0
+"""An unknown node's first leases stand this many times as long as the typical node takes for one."""
+LEASE_WEIGHT: Final = 0.3
+"""Of the newest lease in the mean of how long leases take."""
 
 
 @dataclass
@@ -50,6 +54,8 @@ class Node:
     waiting_for: str = ""
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    lease_s: float = 0.0
+    """From a lease to its result: a mean in which the newest count most."""
     accepted_tokens: int = 0
     last_result_at: float = 0.0
     last_accepted_at: float | None = None
@@ -86,6 +92,8 @@ class Node:
         self._samples = kept * self._samples + samples
         self._tokens = kept * self._tokens + tokens
         self._measure()
+        lease_s = max(0.0, now - issued_at)
+        self.lease_s += LEASE_WEIGHT * (lease_s - self.lease_s) if self.lease_s else lease_s
         self.accepted_tokens += tokens
         self.failures = 0
         self.last_result_at = now
@@ -116,10 +124,13 @@ class Node:
                 return 0
         return max(samples_per_group, int(ALLOWANCE_LEASES * self.samples_per_s * duration_s))
 
-    def lease_duration(self, *, tokens: int, least_s: float, most_s: float) -> float:
-        """For how long an order of ``tokens`` more tokens stands, in seconds. An unknown node gets the most."""
+    def lease_duration(self, *, tokens: int, least_s: float, most_s: float, typical_s: float = 0.0) -> float:
+        """For how long an order of ``tokens`` more tokens stands, in seconds.
+
+        An unknown node gets much more than ``typical_s``, what others take for a lease; the most where that is 0.
+        """
         if not self.tokens_per_s:
-            return most_s
+            return min(most_s, max(least_s, NEWCOMER_MARGIN * typical_s)) if typical_s else most_s
         return min(most_s, max(least_s, DURATION_MARGIN * tokens / self.tokens_per_s))
 
     def _measure(self) -> None:

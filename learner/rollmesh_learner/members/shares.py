@@ -7,8 +7,10 @@ delay a run but not stop it. Besides, what is to come to the auditor, for the th
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 from rollmesh_learner.members.nodes import Node, Nodes
@@ -21,6 +23,22 @@ LATELY_S: Final = 60.0
 """For so long after its last accepted result a node without leases is at work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The nodes at work, and those that might be soon."""
+
+    working: int = 0
+    unknown: int = 0
+    """Nodes that have delivered nothing yet, and do not rest."""
+    typical_lease_s: float = 0.0
+    """From lease to result, of the median node at work; 0 where there is none."""
+
+    @property
+    def sharers(self) -> int:
+        """Nodes for which work is kept: all at work, and a quarter as many unknown ones, who may want none."""
+        return self.working + min(self.unknown, max(1, self.working // 4) if self.working else self.unknown)
+
+
 class Shares:
     """Asked for every lease and every batch; what it knows of others is at most a second old."""
 
@@ -30,17 +48,33 @@ class Shares:
         self._cap = cap
         self._queue = queue
         self._share = 1.0
+        self._pace = Pace()
         self._looked_at = -1.0
 
     def share_of(self, node: str, *, now: float) -> float:
         """The largest share of a batch that ``node`` may have."""
         if is_steady(self._nodes.record_of(node), self._nodes.rules):
             return 1.0
-        if not 0.0 <= now - self._looked_at < 1.0:
-            self._looked_at = now
-            speeds = speeds_at_work(self._nodes.active(now), holders=self._held().keys(), now=now)
-            self._share = share_of_batch(cap=self._cap, nodes=effective_nodes(speeds))
+        self._look(now)
         return self._share
+
+    def pace(self, *, now: float) -> Pace:
+        """How the nodes at work are doing."""
+        self._look(now)
+        return self._pace
+
+    def _look(self, now: float) -> None:
+        if 0.0 <= now - self._looked_at < 1.0:
+            return
+        self._looked_at = now
+        active = self._nodes.active(now)
+        working = at_work(active, holders=self._held().keys(), now=now)
+        self._share = share_of_batch(cap=self._cap, nodes=effective_nodes([node.samples_per_s for node in working]))
+        self._pace = Pace(
+            working=len(working),
+            unknown=sum(1 for node in active if not node.samples_per_s and node.failures < 2),
+            typical_lease_s=statistics.median(node.lease_s for node in working) if working else 0.0,
+        )
 
     def load(self, *, now: float) -> AuditLoad:
         """What waits for the auditor, and what of nodes below full standing will.
@@ -71,10 +105,10 @@ class Shares:
         return held
 
 
-def speeds_at_work(nodes: list[Node], *, holders: Collection[str], now: float) -> list[float]:
-    """The accepted speeds, in samples a second, of those of ``nodes`` that are at work."""
+def at_work(nodes: list[Node], *, holders: Collection[str], now: float) -> list[Node]:
+    """Those of ``nodes`` that are at work."""
     return [
-        node.samples_per_s
+        node
         for node in nodes
         if node.samples_per_s > 0
         and not node.failures

@@ -107,11 +107,14 @@ class Book:
         left_in_run = (rules.steps - self.next_step) * rules.groups_per_step - len(self.groups)
         return max(0, min(within_staleness, left_in_run))
 
-    def offers(self, node: str, *, held: Head, samples: int, groups: int, now: float) -> list[Offer]:
+    def offers(
+        self, node: str, *, held: Head, samples: int, groups: int, now: float, is_preferred: bool = True
+    ) -> list[Offer]:
         """Up to ``groups`` pieces of work of together at most ``samples`` samples that ``node`` may have now.
 
-        Open samples of groups that are under way come first, oldest group first: they hold a batch up. A new group is
-        split where the node's share of its batch is smaller.
+        Open samples of groups that are under way come first, oldest group first: they hold a batch up. For a while
+        those that somebody let go of are for ``is_preferred`` nodes. A new group is split where the node's share of its
+        batch is smaller.
         """
         offers: list[Offer] = []
         if not self.is_young(held.step):
@@ -120,7 +123,11 @@ class Book:
         for position, group in enumerate(self.groups.values()):
             if len(offers) >= groups:
                 return offers
-            free = [s.index for s in group.samples if s.state == "open" and _may_have(s, node, now)]
+            free = [
+                s.index
+                for s in group.samples
+                if s.state == "open" and _may_have(s, node, now=now, is_preferred=is_preferred)
+            ]
             free = free[: max(0, min(samples, room.of_group(position, group)))]
             if free:
                 offers.append(Offer(group, tuple(free), is_new=False))
@@ -143,6 +150,29 @@ class Book:
             samples -= size
             room.took(position, size)
         return offers
+
+    def overdue(self, node: str, *, samples: int, groups: int, is_late: Callable[[LeaseRecord], bool]) -> list[Offer]:
+        """Samples that the next batch waits for and that others hold on leases that ``is_late`` says to overtake.
+
+        Both leases stand, and the first result counts (:mod:`rollmesh_learner.work.overtaking`).
+        """
+        offers: list[Offer] = []
+        room = self._room(node)
+        awaited = {group.group_id for group in self._next_groups()[0]}
+        for position, group in enumerate(self.groups.values()):
+            if group.group_id not in awaited or len(offers) >= groups:
+                continue
+            late = [sample.index for sample in group.samples if self._is_late(sample, node, is_late)]
+            late = late[: max(0, min(samples, room.of_group(position, group)))]
+            if late:
+                offers.append(Offer(group, tuple(late), is_new=False))
+                samples -= len(late)
+                room.took(position, len(late))
+        return offers
+
+    def _is_late(self, sample: Sample, node: str, is_late: Callable[[LeaseRecord], bool]) -> bool:
+        lease = self.leases.get(sample.lease_id) if sample.state == "leased" and sample.lease_id is not None else None
+        return lease is not None and lease.node != node and is_late(lease)
 
     def _room(self, node: str) -> Room:
         return Room(
@@ -439,5 +469,5 @@ class Book:
         )
 
 
-def _may_have(sample: Sample, node: str, now: float) -> bool:
-    return sample.not_for != node or now >= sample.not_for_until
+def _may_have(sample: Sample, node: str, *, now: float, is_preferred: bool) -> bool:
+    return now >= sample.not_for_until or (is_preferred and sample.not_for != node)

@@ -17,12 +17,13 @@ from typing import Final
 import trio
 
 from rollmesh_learner.members.nodes import Node, Nodes
-from rollmesh_learner.members.shares import Shares
+from rollmesh_learner.members.shares import Pace, Shares
 from rollmesh_learner.members.standing import audit_rate, is_steady
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records.ledger import Ledger, Statement
 from rollmesh_learner.work.book import Book, Offer
 from rollmesh_learner.work.groups import LeaseRecord
+from rollmesh_learner.work.overtaking import patience_s
 from rollmesh_learner.work.throttle import audit_allowance
 from rollmesh_peer.faults import fault_point
 from rollmesh_protocol import limits
@@ -38,6 +39,9 @@ _WAIT_FOR_WEIGHTS_S: Final = 0.5
 _WAIT_FOR_WORK_S: Final = 0.5
 """Short, because the next step may free a whole batch of work; an answer costs a few hundred bytes."""
 _WATCH_S: Final = 1.0
+RETURN_S: Final = 10.0
+"""Who gives a lease back later than this has kept others from it: that counts like one that ran out. A node that
+stops, or whose game begins, may do it once; what is accepted next clears it."""
 _AUDITS_BEHIND: Final = "audits, which are behind: until they catch up, nodes below full standing get less work"
 WEIGHTS_MOVED_ON: Final = "node.weights"
 """The code of leases that came back because the node had newer weights by then: no reason to prefer others, where
@@ -114,6 +118,8 @@ class LeaseDesk:
                 blame = asked.code != WEIGHTS_MOVED_ON or lease.version >= self._versions.head.version
                 if not blame:
                     node.moved_past = max(node.moved_past, lease.version)
+                elif now - lease.issued_at > RETURN_S:
+                    node.failed_to_return(now=now)
                 statements += self._book.end_lease(lease, "returned", now=now, blame=blame)
                 returned += 1
         if statements:
@@ -156,16 +162,20 @@ class LeaseDesk:
         size = self._book.rules.samples_per_group
         groups = min(asked.groups, self._terms.most_groups)
         tokens = (holding + size * groups) * self._terms.max_new_tokens
+        pace = self._shares.pace(now=now)
         duration_s = node.lease_duration(
-            tokens=tokens, least_s=self._terms.least_duration_s, most_s=self._terms.most_duration_s
+            tokens=tokens,
+            least_s=self._terms.least_duration_s,
+            most_s=self._terms.most_duration_s,
+            typical_s=pace.typical_lease_s,
         )
         earned = node.allowance(duration_s=duration_s, samples_per_group=size, now=now)
-        allowance = min(earned, self._fair_share(held, now=now))
+        allowance = min(earned, self._fair_share(held, sharers=pace.sharers))
         if allowance - holding < 1:
             why = f"its results for {holding} samples; more work comes as they arrive"
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
         left = self._audited(node, allowance, holding=holding, now=now) - holding
-        offers = self._book.offers(node.peer, held=held, samples=left, groups=groups, now=now)
+        offers = self._offers(node, pace, held=held, samples=left, groups=groups, now=now)
         if not offers:
             why = self._why_no_work(held, node=node.peer) if left == allowance - holding else _AUDITS_BEHIND
             return (), Wait(seconds=_WAIT_FOR_WORK_S, why=why)
@@ -178,6 +188,23 @@ class LeaseDesk:
         await self._ledger.commit(*statements)
         fault_point("lease.committed")
         return tuple(sealed), None
+
+    def _offers(self, node: Node, pace: Pace, *, held: Head, samples: int, groups: int, now: float) -> list[Offer]:
+        """What there is to do; for a node that delivers and would be idle, also what others are late with."""
+        delivers = node.samples_per_s > 0 and not node.failures
+        offers = self._book.offers(
+            node.peer, held=held, samples=samples, groups=groups, now=now, is_preferred=delivers or not pace.working
+        )
+        if offers or not delivers or not self._book.is_young(held.step):
+            return offers
+
+        def is_late(lease: LeaseRecord) -> bool:
+            holder = self._nodes.get(lease.node)
+            has_delivered = holder is not None and holder.samples_per_s > 0 and not holder.failures
+            patience = patience_s(lease, has_delivered=has_delivered, typical_s=pace.typical_lease_s)
+            return now - lease.issued_at >= patience
+
+        return self._book.overdue(node.peer, samples=samples, groups=groups, is_late=is_late)
 
     def _audited(self, node: Node, allowance: int, *, holding: int, now: float) -> int:
         """What is left of ``allowance`` while audits are behind; everything in full standing."""
@@ -192,11 +219,11 @@ class LeaseDesk:
             least=self._book.rules.samples_per_group,
         )
 
-    def _fair_share(self, held: Head, *, now: float) -> int:
-        """No node may hold so much that the other active ones find nothing to do."""
+    def _fair_share(self, held: Head, *, sharers: int) -> int:
+        """No node may hold so much that the others find nothing to do."""
         rules = self._book.rules
         steps = max(1, held.step + rules.staleness - self._book.next_step + 1)
-        groups = math.ceil(steps * rules.groups_per_step / max(1, len(self._nodes.active(now))))
+        groups = math.ceil(steps * rules.groups_per_step / max(1, sharers))
         return max(1, groups) * rules.samples_per_group
 
     def _why_no_work(self, held: Head, *, node: str) -> str:

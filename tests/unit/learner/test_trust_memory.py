@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from rollmesh_learner.members.nodes import Node
-from rollmesh_learner.members.shares import LATELY_S, speeds_at_work
+from rollmesh_learner.members.shares import LATELY_S, at_work
 from rollmesh_learner.members.standing import Record, state_of
 from rollmesh_learner.records import restore
 from rollmesh_learner.records.audits import recent_margins
@@ -89,7 +89,8 @@ def test_who_counts_is_who_delivers() -> None:
         worker("stopped", accepted_at=-LATELY_S - 1),
         worker("is slow, and at it", speed=0.5, accepted_at=-1000.0),
     ]
-    assert speeds_at_work(nodes, holders={"promises", "is slow, and at it"}, now=0.0) == [2.0, 0.5]
+    working = at_work(nodes, holders={"promises", "is slow, and at it"}, now=0.0)
+    assert [node.samples_per_s for node in working] == [2.0, 0.5]
 
 
 # --- shares and audits, at the desk ----------------------------------------------------------------------------------
