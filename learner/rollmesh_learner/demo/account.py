@@ -13,6 +13,8 @@ from rollmesh_protocol.status import NodeStatus
 
 GAIN_WANTED: Final = 0.35
 """How far the mean reward rises, from the first five steps to the last ten; seen: 0.03 to 0.8."""
+COST_ALLOWED: Final = 0.05
+"""Of the tokens of prompts and answers by nodes in full standing, what is recomputed."""
 WALL_WANTED_S: Final = 900.0
 """On two cores, from the first process to the last one's end."""
 
@@ -51,6 +53,7 @@ def summary_of(learner: RunSummary, *, nodes: Mapping[str, NodeStatus | None], w
         "chunks_from_learner": sum(node.chunks_from_learner for node in told.values()),
         "audits_done": learner.audits_done,
         "audits_failed": learner.audits_failed,
+        "audited_share_steady": learner.trust.audited_share_steady,
         "staleness_max": learner.staleness_max,
         "bubble_fraction": learner.bubble_fraction,
         "checkpoint": learner.checkpoint,
@@ -84,6 +87,7 @@ def findings(
     gain = None if first is None or last is None else last - first
     from_peers = sum(node.chunks_from_peers for node in nodes.values() if node is not None)
     chunks = from_peers + sum(node.chunks_from_learner for node in nodes.values() if node is not None)
+    cost = learner.trust.audited_share_steady
     workers = [account for account in learner.nodes if account.accepted]
     return (
         Finding(
@@ -116,6 +120,12 @@ def findings(
             shown=f"{count(learner.audits_done)} done, {count(learner.audits_failed)} failed",
             is_kept=learner.audits_done > 0 and learner.audits_failed == 0,
             is_hard=True,
+        ),
+        Finding(
+            promise=f"of nodes in full standing they recompute {100 * COST_ALLOWED:g} % of the tokens at most",
+            shown="no node came that far" if cost is None else f"{100 * cost:.1f} %",
+            is_kept=cost is not None and cost <= COST_ALLOWED,
+            is_hard=False,
         ),
         Finding(
             promise=f"it takes {WALL_WANTED_S:g} s at most",

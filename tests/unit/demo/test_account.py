@@ -26,11 +26,14 @@ GOOD = RunSummary(
     ),
     versions_published=41, patch_bytes_mean=3.4e6, full_bytes=269_030_016, audits_done=400, audits_failed=0,
     trust=TrustAccount(
-        audited_tokens=10, work_tokens=100, audited_share=0.1, audited_share_steady=None, consumed_bad={}, lengths={}
+        audited_tokens=10, work_tokens=100, audited_share=0.1, audited_share_steady=0.032, consumed_bad={}, lengths={}
     ),
     staleness_max=2, bubble_fraction=0.1, rollbacks=(), rollouts={"consumed": 2560},
     checkpoint="/somewhere/step-00000040",
 )  # fmt: skip
+
+
+COST = "of nodes in full standing they recompute 5 % of the tokens at most"
 
 
 def broken(account: RunSummary, *, nodes=NODES, wall_s: float = 500.0) -> dict[str, bool]:
@@ -71,6 +74,7 @@ def test_a_good_demo_keeps_every_promise() -> None:
         ({"nodes": GOOD.nodes[:1]}, "every node contributes", True),
         ({"audits_failed": 1}, "audits find honest work honest", True),
         ({"audits_done": 0}, "audits find honest work honest", True),
+        *(({"trust": replace(GOOD.trust, audited_share_steady=share)}, COST, False) for share in (0.051, None)),
     ],
 )
 def test_what_is_missed_is_told(changes, promise: str, is_hard: bool) -> None:
