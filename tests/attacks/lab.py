@@ -32,12 +32,12 @@ import tests.attacks.sampling  # noqa: F401 - they fill the registry
 from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
-from tests.attacks.leases import Abandoning, Expired, Withholding
+from tests.attacks.leases import Abandoning, Expired, Holding, Withholding
 from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
 from tests.attacks.report import as_json, row_of, table
 from tests.support.system import System, open_system
 
-SLOW: Final = (SamplingAttack, Expired, Abandoning, Withholding)
+SLOW: Final = (SamplingAttack, Expired, Abandoning, Holding, Withholding)
 """They wait for others most of the time, and run side by side."""
 EACH_S: Final = 320.0
 LAST_CALL_SHARE: Final = 0.6

@@ -10,7 +10,7 @@ import trio
 
 from rollmesh_protocol import limits, streams
 from rollmesh_protocol.errors import Refused
-from rollmesh_protocol.lease import Lease
+from rollmesh_protocol.lease import Lease, LeasedSample
 from rollmesh_protocol.messages import LeaseAnswer, LeaseRequest
 from tests.attacks.attack import (
     ASK_AGAIN_S,
@@ -27,6 +27,8 @@ from tests.attacks.place import Lab
 from tests.support.attacker import Attacker, open_attacker, result_of
 
 PATIENCE_S = 240.0
+NOISE = 2.0
+"""How long leases stand depends on how fast others are just now."""
 
 
 class Replayed(WireAttack):
@@ -139,6 +141,27 @@ class Hoarding(WireAttack):
         return None
 
 
+class Holding(WireAttack):
+    """Takes a group, says every few seconds that it is alive, and does nothing: the next batch would wait for it."""
+
+    name = "work held and not done"
+
+    async def strike(self, one: Attacker, lab: Lab) -> str | None:
+        lease = await lease_for(one, lab)
+        started = trio.current_time()
+        is_filled = False
+        with trio.move_on_after(PATIENCE_S):
+            while not is_filled:
+                await trio.sleep(2)
+                is_filled = all(is_filled_by_others(one, lab, lease.group, sample) for sample in lease.samples)
+        held_s = trio.current_time() - started
+        self.outcome.note = (
+            f"others made its samples after {held_s:.0f} s of the {lease.duration_s:g} s that its lease stands"
+        )
+        self.outcome.no_effect = is_filled and held_s < lease.duration_s
+        return None
+
+
 class Slowness(WireAttack):
     """Claims to be slow, to have leases that stand longer."""
 
@@ -162,7 +185,7 @@ class Slowness(WireAttack):
             await trio.sleep(0.1)
         slow, fast = durations
         self.outcome.note = f"leases of {slow:g} s at 1e-6 tokens/s and of {fast:g} s at 1e6"
-        self.outcome.no_effect = slow == fast
+        self.outcome.no_effect = slow <= NOISE * fast
         return None
 
 
@@ -174,30 +197,26 @@ class Withholding(WireAttack):
     async def strike(self, one: Attacker, lab: Lab) -> str | None:
         withheld: list[Lease] = []
         rewards: list[float] = []
-        for _ in range(8):
-            lease = await lease_for(one, lab)
-            drawn = await lab.forge.draw(order_of(lease, stop=lab.stop))
-            rewards.append(float(np.mean([lab.reward(sample) for sample in drawn])))
-            if rewards[-1] >= np.mean(rewards):
-                await hand_in(one, lease, drawn, lab)
-                self.outcome.tokens += sum(len(sample.tokens) for sample in drawn)
-            else:
-                withheld.append(lease)
-                await one.give_back([lease])
+        with trio.move_on_after(PATIENCE_S / 2):  # it rests when it gives work back late
+            while len(rewards) < 8:
+                lease = await lease_for(one, lab)
+                drawn = await lab.forge.draw(order_of(lease, stop=lab.stop))
+                rewards.append(float(np.mean([lab.reward(sample) for sample in drawn])))
+                if rewards[-1] >= np.mean(rewards):
+                    await hand_in(one, lease, drawn, lab)
+                    self.outcome.tokens += sum(len(sample.tokens) for sample in drawn)
+                else:
+                    withheld.append(lease)
+                    await one.give_back([lease])
         places = [(lease.group, sample) for lease in withheld for sample in lease.samples]
         filled = 0
         with trio.move_on_after(PATIENCE_S):
             while filled < len(places):
                 await trio.sleep(2)
-                filled = sum(self._is_filled(one, lab, group, sample) for group, sample in places)
+                filled = sum(is_filled_by_others(one, lab, group, sample) for group, sample in places)
         self.outcome.note = f"{filled} of {len(places)} withheld samples were made by others with the same seeds"
         self.outcome.no_effect = filled == len(places)
         return None
-
-    @staticmethod
-    def _is_filled(one: Attacker, lab: Lab, group: int, sample) -> bool:
-        rows = lab.rows("SELECT node, seed FROM rollouts WHERE group_id = ? AND sample = ?", group, sample.index)
-        return any(node != one.peer and seed == sample.seed.to_bytes(8, "little") for node, seed in rows)
 
 
 class ComingBack(WireAttack):
@@ -216,3 +235,9 @@ class ComingBack(WireAttack):
             except Refused as refused:
                 return refused.code
         return None
+
+
+def is_filled_by_others(one: Attacker, lab: Lab, group: int, sample: LeasedSample) -> bool:
+    """Whether another node made the sample that ``one`` was to make, with the same seed."""
+    rows = lab.rows("SELECT node, seed FROM rollouts WHERE group_id = ? AND sample = ?", group, sample.index)
+    return any(node != one.peer and seed == sample.seed.to_bytes(8, "little") for node, seed in rows)
