@@ -148,7 +148,8 @@ class Auditor:
         """
         prompts = self._book.groups
         waiting = [Case(r, prompts[r.group_id].prompt.prompt) for r in self._book.pending("auditing")]
-        cases = [*waiting, *self._suspects.values(), *self.reaudits.at_hand()]
+        found = [*waiting, *self._suspects.values(), *self.reaudits.at_hand()]
+        cases = [*{case.rollout.key: case for case in found}.values()]  # a suspect may be looked at again as well
         fresh = [case for case in cases if case.rollout.key not in self._failures]
         if not fresh:
             return cases[:1]

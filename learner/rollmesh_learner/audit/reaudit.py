@@ -112,15 +112,16 @@ class Reaudits:
 
         One attempt at one image. False when nothing waits any more.
         """
-        wanted = self._by_lacking_root()
+        wanted = self._by_lacking_version()
         if not wanted:
             return False
-        root = next(iter(wanted))
+        version, root = oldest = min(wanted)
+        _log.debug("version %d is wanted for %d rollouts that were consumed", version, len(wanted[oldest]))
         why = await self._archive.make(root) if self._archive is not None else GONE
         if why == NO_ROOM:  # for none of them
             self._leave_out([case for cases in wanted.values() for case in cases], why)
         elif why:
-            self._leave_out(wanted[root], why)
+            self._leave_out(wanted[oldest], why)
         return True
 
     async def count_consumed(self, key: RolloutKey) -> None:
@@ -168,8 +169,8 @@ class Reaudits:
         if beyond > 0:
             self._count_left_out(account, OLDEST, count=beyond)
 
-    def _by_lacking_root(self) -> dict[bytes, list[Case]]:
-        """Those that wait by the one root that is not in memory, the oldest version first. Others are left out."""
+    def _by_lacking_version(self) -> dict[tuple[int, bytes], list[Case]]:
+        """Those that wait, by number and root of the one version that is not in memory. Others are left out."""
         wanted: dict[tuple[int, bytes], list[Case]] = {}
         several = []
         for case in self.cases.values():
@@ -180,7 +181,7 @@ class Reaudits:
             elif lacking:
                 several.append(case)
         self._leave_out(several, SEVERAL)
-        return {root: wanted[version, root] for version, root in sorted(wanted)}
+        return wanted
 
     def _leave_out(self, cases: list[Case], why: str) -> None:
         for case in cases:

@@ -134,6 +134,22 @@ async def test_what_cannot_be_recomputed_any_more_is_counted_and_told(
         assert f"{waiting} could not be: {waiting} as their weights are no longer kept" in caplog.text
 
 
+async def test_a_suspect_that_is_looked_at_again_is_recomputed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with consumed(folder, monkeypatch) as (life, node, child, _):
+        waiting = await unaudited(life, node)
+        auditor = make_auditor(life, child)
+        for rollout, prompt, _ in waiting[:2]:
+            auditor.suspect(rollout, prompt=prompt)
+        child.far = {rollout.seed for rollout, _, _ in waiting}
+        auditor.look_back(node.identity.peer)
+        await look_back(auditor, life)
+        assert child.asked == [len(waiting)]
+        assert auditor.reaudits.bad.total() == len(waiting)
+        assert auditor._suspects == {}
+
+
 async def test_a_node_without_consumed_work_is_not_worth_a_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
