@@ -4,6 +4,7 @@ The parts, in the order in which a rollout and then a version meet them:
 
     PromptSource -> LeaseDesk -> (a node) -> Intake -> Scorer -> Auditor -> Book -> Stepper -> TrainerClient
     Stepper -> Publisher -> Announcer and Seeder -> (nodes)
+    Publisher -> Archive -> Auditor, for consumed work of versions that are no longer in memory
 
 Invariant between them: the ledger has it before anybody outside hears of it. Nobody imports this module but the
 command line.
