@@ -4,6 +4,7 @@ The parts, in the order in which a rollout and then a version meet them:
 
     PromptSource -> LeaseDesk -> (a node) -> Intake -> Scorer -> Auditor -> Book -> Stepper -> TrainerClient
     Stepper -> Publisher -> Announcer and Seeder -> (nodes)
+    Publisher -> Archive -> Auditor, for consumed work of versions that are no longer in memory
 
 Invariant between them: the ledger has it before anybody outside hears of it. Nobody imports this module but the
 command line.
@@ -37,6 +38,7 @@ from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.members.shares import Shares
 from rollmesh_learner.members.standing import Record
 from rollmesh_learner.members.welcome import WelcomeDesk
+from rollmesh_learner.publishing.archive import Archive
 from rollmesh_learner.publishing.opening import open_publisher
 from rollmesh_learner.publishing.publisher import Publisher
 from rollmesh_learner.publishing.spread import SpreadBook
@@ -119,6 +121,7 @@ async def run_learner(
                 open_crew(config, model=model, folder=folder) as hands,
                 open_publisher(config, run=run, identity=identity, folder=folder, layout=hands.layout) as (
                     publisher,
+                    archive,
                     exports,
                 ),
             ):
@@ -126,7 +129,8 @@ async def run_learner(
                 card = make_card(config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands)
                 learner = _Learner(
                     config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
-                    exports=exports, card=card, records=await restore.load_records(ledger), software=software,
+                    archive=archive, exports=exports, card=card, software=software,
+                    records=await restore.load_records(ledger),
                     memory=await load_trust(ledger, terms.thresholds(config), means_name=MEANS),
                     margin_book=terms.margin_book(config, drift=drift, known=await load_remembered(ledger)),
                 )  # fmt: skip
@@ -145,6 +149,7 @@ class _Learner:
         ledger: Ledger,
         hands: Crew,
         publisher: Publisher,
+        archive: Archive,
         exports: Path,
         card: RunCard,
         records: dict[str, Record],
@@ -212,8 +217,8 @@ class _Learner:
             ledger=ledger,
             discipline=self._discipline,
             child=hands.auditor,
-            image_of=publisher.image_of,
-            reaudits=Reaudits(ledger, image_of=publisher.image_of, bad=memory.bad),
+            image_of=archive.image_of,
+            reaudits=Reaudits(ledger, image_of=archive.image_of, archive=archive, bad=memory.bad),
             audited_tokens=memory.tokens.audited,
             margin_book=margin_book,
         )
@@ -368,6 +373,7 @@ class _Learner:
         # Nodes whose quarantine began while the book knew nothing:
         void = [self._book.void_node(peer, now=now) for peer in self._nodes.quarantined()]
         await self._ledger.commit(*(statement for statements in void for statement in statements))
+        self._auditor.reaudits.undo(step)
         self._scorer.wake()
         self._auditor.wake()
         newest = found.published[-1]

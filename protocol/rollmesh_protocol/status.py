@@ -91,6 +91,8 @@ class TrustStatus(Record):
     """The last steps that trained on any."""
     reaudits_waiting: int = Field(ge=0)
     """Consumed rollouts of quarantined nodes that are still to be looked at again."""
+    reaudits_missed: int = Field(default=0, ge=0)
+    """Such that could not be, since the learner started: most often the weights behind them are gone."""
     over_cap: int = Field(ge=0)
     """Rollouts trained on above their node's share of a batch, because nobody else had work under way."""
     lengths: tuple[LengthStatus, ...] = Field(max_length=32)

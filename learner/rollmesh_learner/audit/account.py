@@ -22,6 +22,7 @@ def trust_status(*, book: Book, auditor: Auditor, drawer: Drawer, queue: int) ->
         consumed_bad=bad.total(),
         consumed_bad_steps=tuple(sorted(bad)[-MOST_BAD_STEPS:]),
         reaudits_waiting=len(auditor.reaudits.cases),
+        reaudits_missed=auditor.reaudits.left_out,
         over_cap=book.tally.over_cap,
         lengths=tuple(
             LengthStatus(tokens=bucket, consumed=row["consumed"], dropped=row["dropped"])

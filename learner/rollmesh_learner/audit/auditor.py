@@ -145,7 +145,8 @@ class Auditor:
             await self.reaudits.load()
             batch = self._next_batch()
             if not batch:
-                await self._work.wait()
+                if not await self.reaudits.reach_back():
+                    await self._work.wait()
                 continue
             try:
                 await self._audit(batch)
@@ -162,11 +163,13 @@ class Auditor:
     def _next_batch(self) -> list[Case]:
         """The oldest waiting rollouts that share their weights, so that those are loaded once; then the suspects.
 
-        Consumed work of nodes that are out comes next; what was part of a failure comes last, one by one.
+        Consumed work of nodes that are out comes next, where its weights are at hand; what was part of a failure comes
+        last, one by one.
         """
         prompts = self._book.groups
         waiting = [Case(r, prompts[r.group_id].prompt.prompt) for r in self._book.pending("auditing")]
-        cases = [*waiting, *self._suspects.values(), *self.reaudits.cases.values()]
+        found = [*waiting, *self._suspects.values(), *self.reaudits.at_hand()]
+        cases = [*{case.rollout.key: case for case in found}.values()]  # a suspect may be looked at again as well
         fresh = [case for case in cases if case.rollout.key not in self._failures]
         if not fresh:
             return cases[:1]

@@ -8,7 +8,7 @@ never. What the publisher keeps on disk follows from here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -160,13 +160,8 @@ class History:
     def way(self, start: int, end: int) -> tuple[Sealed, ...] | None:
         """The patches of the cheapest way from the entry at ``start`` to that at ``end``; None when there is none."""
         between = self.entries[start + 1 : end + 1]
-        sealed = {edge.name: edge for entry in between for edge in entry.edges if edge.manifest.parent is not None}
-        path = cheapest_path(
-            [edge.edge() for edge in sealed.values()],
-            held=self.entries[start].head.root,
-            goal=self.entries[end].head.root,
-        )
-        return None if path is None else tuple(sealed[edge.manifest] for edge in path)
+        edges = [edge for entry in between for edge in entry.edges]
+        return cheapest_way(edges, start=self.entries[start].head.root, goal=self.entries[end].head.root)
 
     def trim(self, *, keep_versions: int, keep_anchors: int) -> None:
         """Forget what need not be kept.
@@ -183,6 +178,13 @@ class History:
             kept = tuple(edge for edge in entry.shortcuts if not edge.is_cumulative or edge.name in cumulative)
             self.entries[index] = replace(entry, anchor=entry.anchor if index in anchors else None, shortcuts=kept)
         del self.entries[:oldest]
+
+
+def cheapest_way(edges: Iterable[Sealed], *, start: bytes, goal: bytes) -> tuple[Sealed, ...] | None:
+    """The patches among ``edges`` that lead from root ``start`` to ``goal`` with the fewest bytes; None: no way."""
+    patches = {edge.name: edge for edge in edges if edge.manifest.parent is not None}
+    path = cheapest_path([edge.edge() for edge in patches.values()], held=start, goal=goal)
+    return None if path is None else tuple(patches[edge.manifest] for edge in path)
 
 
 def rebuild(announced: Sequence[Head], held: Sequence[Sealed]) -> History:

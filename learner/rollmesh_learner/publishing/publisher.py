@@ -129,6 +129,11 @@ class Publisher:
         """The image in memory of one of the last ``ring_versions`` published versions. Never written to again."""
         return self._ring.get(root)
 
+    def base_images(self) -> tuple[tuple[bytes, Path], ...]:
+        """Root and image on disk of the base model, once that is published; both stay."""
+        found = [file for file in self._folder.glob(f"{_BASE}*") if file.suffix != durable.UNFINISHED]
+        return tuple((bytes.fromhex(file.name.removeprefix(_BASE)), file) for file in found)
+
     # --- starting again ----------------------------------------------------------------------------------------------
     async def restore(self, announced: Sequence[Head]) -> None:
         """Rebuild history and images from disk, given every version that the ledger says was announced.
@@ -246,8 +251,7 @@ class Publisher:
 
     async def _write_cumulative(self, head: Head, image: Path) -> None:
         """The patch from the base model's image to ``image``, if that is known and something else."""
-        for base in self._folder.glob(f"{_BASE}*"):
-            root = bytes.fromhex(base.name.removeprefix(_BASE))
+        for root, base in self.base_images():
             if root != head.root:
                 await self._write_shortcut(head, base, root, image, kind="cumulative")
 
@@ -275,7 +279,7 @@ class Publisher:
 
     def _keep_base(self, anchor: Sealed) -> None:
         """The first image ever published is the base model: its file stays, for cumulative patches."""
-        if not any(self._folder.glob(f"{_BASE}*")):
+        if not self.base_images():
             durable.take_file(
                 self.store.payload_path(anchor.name), self._folder / f"{_BASE}{anchor.manifest.root.hex()}"
             )

@@ -20,6 +20,11 @@ Figures = tuple[int, int, int]
 _WINDOW_ROWS: Final = 50_000
 _LEASES: Final = 5_000
 _FATES: Final[dict[str, Fate]] = {"assigned": "consumed", "consumed": "consumed", "stale": "dropped"}
+_UNSEEN: Final = (
+    "r.state IN ('assigned', 'consumed') AND NOT EXISTS"
+    " (SELECT 1 FROM audits a WHERE a.lease_id = r.lease_id AND a.sample = r.sample)"
+)
+"""Of ``rollouts r``: some step consumed it, no rollback undid that step, and no audit has seen it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +155,17 @@ async def unaudited_consumed(ledger: Ledger, node: str, *, most: int) -> list[tu
     """Up to ``most`` consumed rollouts of ``node`` that no audit has seen, with prompt and step, the newest first."""
     found = await ledger.fetch(
         f"SELECT g.prompt, r.trained_step, {ROLLOUT_COLUMNS} FROM rollouts r JOIN groups g ON g.group_id = r.group_id"  # noqa: S608 - a constant
-        " WHERE r.node = ? AND r.state IN ('assigned', 'consumed') AND NOT EXISTS"
-        " (SELECT 1 FROM audits a WHERE a.lease_id = r.lease_id AND a.sample = r.sample)"
-        " ORDER BY r.trained_step DESC, r.received_at DESC LIMIT ?",
+        f" WHERE r.node = ? AND {_UNSEEN} ORDER BY r.trained_step DESC, r.received_at DESC LIMIT ?",
         node,
         most,
     )
     return [_read_consumed(row) for row in found]
+
+
+async def num_unaudited_consumed(ledger: Ledger, node: str) -> int:
+    """How many there are in all."""
+    ((count,),) = await ledger.fetch(f"SELECT count(*) FROM rollouts r WHERE r.node = ? AND {_UNSEEN}", node)  # noqa: S608
+    return number(count)
 
 
 def _read_consumed(row: Row) -> tuple[StoredRollout, bytes, int]:

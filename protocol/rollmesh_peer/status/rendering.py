@@ -270,9 +270,10 @@ def _audits(run: RunStatus) -> Text:
 def _trust(trust: TrustStatus) -> list[tuple[str, Text]]:
     """What went wrong, and how long the dropped answers were beside the consumed ones; nothing where nothing was."""
     facts = []
-    if trust.consumed_bad or trust.reaudits_waiting:
+    if trust.consumed_bad or trust.reaudits_waiting or trust.reaudits_missed:
         steps = f", in steps {', '.join(map(str, trust.consumed_bad_steps))}" if trust.consumed_bad_steps else ""
         left = f"; {count(trust.reaudits_waiting)} to look at again" if trust.reaudits_waiting else ""
+        left += f"; {count(trust.reaudits_missed)} cannot be looked at again" if trust.reaudits_missed else ""
         style = "red" if trust.consumed_bad else ""
         facts.append(("consumed", Text(f"{count(trust.consumed_bad)} rollouts failed later{steps}{left}", style=style)))
     if trust.over_cap:

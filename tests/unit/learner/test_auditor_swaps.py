@@ -196,3 +196,14 @@ async def test_what_lacks_one_of_its_weights_is_not_looked_at_again(folder: Path
         auditor.look_back(node.identity.peer)
         await look_back(auditor, life)
         assert child.calls == [("1", [0])]
+        assert auditor.reaudits.left_out == 1
+
+
+async def test_what_lacks_several_of_its_weights_is_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with auditing(folder, gone=frozenset({1, 2})) as (life, node, child, auditor):
+        await consume(life, node)
+        auditor.look_back(node.identity.peer)
+        await look_back(auditor, life)
+        assert child.calls == []
+        assert "; 2 could not be: 1 as several versions drew them, " in caplog.text
+        assert ", 1 as their weights are no longer kept" in caplog.text

@@ -120,13 +120,55 @@ async def test_a_kill_in_between_does_not_lose_the_account(folder: Path, monkeyp
         assert auditor.reaudits.bad.total() == total
 
 
-async def test_what_cannot_be_recomputed_any_more_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_recomputed_any_more_is_counted_and_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with consumed(folder, monkeypatch) as (life, node, child, _):
+        waiting = len(await unaudited(life, node))
         auditor = make_auditor(life, child, image=None)
         auditor.look_back(node.identity.peer)
         await look_back(auditor, life)
         assert child.asked == []
         assert auditor.reaudits.bad.total() == 0
+        assert auditor.reaudits.left_out == waiting
+        assert f"{waiting} could not be: {waiting} as their weights are no longer kept" in caplog.text
+
+
+async def test_a_suspect_that_is_looked_at_again_is_recomputed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with consumed(folder, monkeypatch) as (life, node, child, _):
+        waiting = await unaudited(life, node)
+        auditor = make_auditor(life, child)
+        for rollout, prompt, _ in waiting[:2]:
+            auditor.suspect(rollout, prompt=prompt)
+        child.far = {rollout.seed for rollout, _, _ in waiting}
+        auditor.look_back(node.identity.peer)
+        await look_back(auditor, life)
+        assert child.asked == [len(waiting)]
+        assert auditor.reaudits.bad.total() == len(waiting)
+        assert auditor._suspects == {}
+
+
+async def test_a_node_without_consumed_work_is_not_worth_a_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with consumed(folder, monkeypatch) as (life, _, child, world):
+        auditor = make_auditor(life, child)
+        auditor.look_back(world.nodes[1].identity.peer)
+        await look_back(auditor, life)
+        assert "audited again" not in caplog.text
+
+
+async def test_one_that_is_asked_for_twice_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with consumed(folder, monkeypatch) as (life, node, child, _):
+        waiting = len(await unaudited(life, node))
+        auditor = make_auditor(life, child)
+        for _ in range(2):
+            auditor.look_back(node.identity.peer)
+        await look_back(auditor, life)
+        assert sum(child.asked) == waiting
+        assert auditor.reaudits.left_out == 0
 
 
 async def test_no_more_than_so_many_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

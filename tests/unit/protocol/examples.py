@@ -262,6 +262,7 @@ EXAMPLES: dict[str, Record] = {
                 consumed_bad=1,
                 consumed_bad_steps=(4,),
                 reaudits_waiting=3,
+                reaudits_missed=2,
                 over_cap=0,
                 lengths=(LengthStatus(tokens=8, consumed=300, dropped=4),),
             ),

@@ -128,7 +128,11 @@ def test_trust_is_told_in_a_few_words_and_only_where_something_is_wrong() -> Non
         peer(1), trust=trust_status(consumed_bad=3, consumed_bad_steps=(7, 9), reaudits_waiting=2, over_cap=5)
     )
     assert "3 rollouts failed later, in steps 7, 9; 2 to look at again" in page
+    assert "cannot be looked at" not in page
     assert "5 rollouts above their node's share of a batch" in page
+    assert "0 rollouts failed later; 7 cannot be looked at again" in of_run(
+        peer(1), trust=trust_status(reaudits_missed=7)
+    )
 
 
 def test_who_withholds_is_told_of() -> None:
