@@ -19,6 +19,7 @@ import trio
 
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.mesh.join import JoinLine
+from rollmesh_protocol import streams
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
@@ -183,6 +184,8 @@ class Stubborn(Attacker):
                 await trio.sleep(ASK_AGAIN_S)
                 with suppress(LinkLost):
                     await self.mesh.connect(self.address)
+                    if protocol != streams.HELLO:  # as nodes do over every new connection
+                        await self.hello()
         return await super().ask(protocol, request, deadline_s=deadline_s)
 
 
