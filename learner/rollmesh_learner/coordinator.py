@@ -210,7 +210,7 @@ class _Learner:
         )
         self._scorer = Scorer(
             book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config),
-            drawer=self._drawer,
+            drawer=self._drawer, is_known=lambda peer: self._nodes.record_of(peer).passed > 0,
         )  # fmt: skip
         self._auditor = Auditor(
             thresholds=terms.thresholds(config),
