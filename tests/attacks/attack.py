@@ -95,7 +95,7 @@ class Attack(ABC):
         async with open_stubborn(lab.join) as one, trio.open_nursery() as nursery:
             self.peers.append(one.peer)
             if alive:
-                nursery.start_soon(_live, one)
+                nursery.start_soon(live, one)
             yield one
             nursery.cancel_scope.cancel()
 
@@ -259,7 +259,7 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-async def _live(one: Attacker) -> None:
+async def live(one: Attacker) -> None:
     """Signs of life: whoever is silent for long loses its leases."""
     while True:
         await trio.sleep(HEARTBEAT_S)

@@ -2,9 +2,10 @@
 
     python -m tests.attacks.lab [--out DIR] [--tokens N] [--minutes M] [--only WORDS ...] [--calibrate N] [--set K=V]
 
-Prints one line for each attack, and as its last line one JSON object: ``rows``, ``ok`` and ``misses``. Sampling attacks
-run side by side and go on until they are caught, have generated ``--tokens``, or ``--minutes`` are over. Audit rates
-are the defaults of a run, and so are thresholds, unless ``--calibrate`` has them measured first on so many honest
+Prints one line for each attack, and as its last line one JSON object: ``rows``, ``ok``, ``misses`` and ``skipped``. An
+attack that this machine cannot play is skipped, with the reason; ``ok`` speaks of those that were played. Sampling
+attacks run side by side and go on until they are caught, have generated ``--tokens``, or ``--minutes`` are over. Audit
+rates are the defaults of a run, and so are thresholds, unless ``--calibrate`` has them measured first on so many honest
 rollouts. `make attack-lab-slow` plays those that take hundreds or thousands of audited tokens to tell from noise: with
 a calibration, and with every rollout audited, for at the rate of full standing this would take days here. Exit status
 0 unless the lab itself failed; a miss is a finding, and stands in the JSON.
@@ -28,16 +29,18 @@ import tests.attacks.hostile_learner
 import tests.attacks.hostile_weights
 import tests.attacks.other_weights
 import tests.attacks.protocol
+import tests.attacks.replayed
 import tests.attacks.sampling  # noqa: F401 - they fill the registry
 from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
 from tests.attacks.leases import Abandoning, Expired, Withholding
 from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
-from tests.attacks.report import as_json, row_of, table
+from tests.attacks.replayed import OldNotices
+from tests.attacks.report import row_of, summary, table
 from tests.support.system import System, open_system
 
-SLOW: Final = (SamplingAttack, Expired, Abandoning, Withholding)
+SLOW: Final = (SamplingAttack, Expired, Abandoning, Withholding, OldNotices)
 """They wait for others most of the time, and run side by side."""
 EACH_S: Final = 320.0
 LAST_CALL_SHARE: Final = 0.6
@@ -133,7 +136,6 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
         f"honest node: {standing.state}; {status.accepted} rollouts accepted, {status.rejected} refused; "
         f"{honest.audits} audited, {honest.over_low} of {honest.audited_tokens:,} tokens over 0.5 nats"
     )
-    misses = [row.attack for row in rows if not row.ok] + ([] if is_well else ["the honest node"])
     run = await lab.system.until_run(lambda run: True)
     return {
         "workload": f"SmolLM2-135M-Instruct, letters, at most {NEW_TOKENS} tokens, 4 groups x 4 samples, T = 1",
@@ -145,9 +147,7 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
             "audited_tokens": honest.audited_tokens, "over_half": honest.over_low, "largest": honest.largest,
             "offences": list(honest.offences),
         },
-        "rows": [as_json(row) for row in rows],
-        "ok": not misses,
-        "misses": misses,
+        **summary(rows, failures=[] if is_well else ["the honest node"]),
     }  # fmt: skip
 
 

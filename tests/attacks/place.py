@@ -46,6 +46,8 @@ class Lab:
     """Versions that must be seen before the base model is passed off as the newest."""
     places: trio.CapacityLimiter
     """How many sampling attackers work at a time: one engine makes their completions."""
+    model: Path
+    """The base model's folder."""
     until: float = float("inf")
     """When sampling attacks give up, on trio's clock."""
     last_call: float = float("inf")
@@ -162,6 +164,7 @@ async def open_lab(
             system, studio, forge, join, Tokenizer.from_file(str(model / "tokenizer.json")), most_tokens,
             versions_of_drift,
             trio.CapacityLimiter(PLACES),
+            model,
         )  # fmt: skip
         nursery.cancel_scope.cancel()
 

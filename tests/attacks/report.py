@@ -1,6 +1,7 @@
 """What became of each attack: one row, from what the attacker saw and from the learner's ledger.
 
-A row is good when the attack was caught with an expected code within its bound, or was measured to have no effect.
+A row is good when the attack was caught with an expected code within its bound, or was measured to have no effect. One
+that could not be played is neither good nor bad.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Row:
     over_half: int
     over_one: int
     verdict: str
-    ok: bool
+    ok: bool | None
+    """None where the attack was not played."""
+    skipped: str
+    """Why it was not; empty where it was."""
     note: str
 
 
@@ -50,15 +54,16 @@ def row_of(attack: Attack, lab: Lab) -> Row:
         over_one=found.over_high,
         verdict=verdict,
         ok=ok,
+        skipped=attack.outcome.skipped,
         note=attack.outcome.note,
     )
 
 
-def judge(attack: Attack, found: Account) -> tuple[str, bool, str]:
-    """The verdict in words, whether it is good, and the code that was seen."""
+def judge(attack: Attack, found: Account) -> tuple[str, bool | None, str]:
+    """The verdict in words, whether it is good (None: not played), and the code that was seen."""
     codes = attack.outcome.codes
     if attack.outcome.skipped:
-        return f"skipped: {attack.outcome.skipped}", True, ""
+        return f"skipped: {attack.outcome.skipped}", None, ""
     code = next((code for code in codes if code in attack.expects), codes[-1] if codes else "")
     if attack.expects and code in attack.expects:
         if not isinstance(attack, SamplingAttack) or found.audited_tokens <= attack.bound_tokens:
@@ -92,6 +97,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_json(row: Row) -> dict[str, object]:
-    """Plain values."""
-    return asdict(row)
+def summary(rows: list[Row], *, failures: list[str]) -> dict[str, object]:
+    """Plain values: the rows, whether all that was played went well, what did not, and what was not played.
+
+    ``failures`` are other things that went wrong.
+    """
+    misses = [row.attack for row in rows if row.ok is False] + failures
+    return {
+        "rows": [asdict(row) for row in rows],
+        "played": sum(row.ok is not None for row in rows),
+        "ok": not misses,
+        "misses": misses,
+        "skipped": [{"attack": row.attack, "reason": row.skipped} for row in rows if row.ok is None],
+    }
