@@ -7,8 +7,9 @@ attack that this machine cannot play is skipped, with the reason; ``ok`` speaks 
 attacks run side by side and go on until they are caught, have generated ``--tokens``, or ``--minutes`` are over. Audit
 rates are the defaults of a run, and so are thresholds, unless ``--calibrate`` has them measured first on so many honest
 rollouts. `make attack-lab-slow` plays those that take hundreds or thousands of audited tokens to tell from noise: with
-a calibration, and with every rollout audited, for at the rate of full standing this would take days here. Exit status
-0 unless the lab itself failed; a miss is a finding, and stands in the JSON.
+a calibration, and with every rollout audited, for at the rate of full standing this would take days here. `make
+attack-lab-sleeper` plays the one that has to earn full standing first. Exit status 0 unless the lab itself failed; a
+miss is a finding, and stands in the JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import tests.attacks.hostile_weights
 import tests.attacks.other_weights
 import tests.attacks.protocol
 import tests.attacks.replayed
-import tests.attacks.sampling  # noqa: F401 - they fill the registry
+import tests.attacks.sampling
+import tests.attacks.sleeper  # noqa: F401 - they fill the registry
 from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
@@ -99,11 +101,15 @@ async def _run(system: System, attacks: list[Attack], model: Path, base: Path, c
         minutes = 60 * chosen.minutes
         lab.until = trio.current_time() + minutes
         lab.last_call = trio.current_time() + LAST_CALL_SHARE * minutes
+        for attack in attacks:
+            if attack.alone and not chosen.only:
+                attack.outcome.skipped = "it needs the run's work for itself, and is played when it is named by --only"
+        played = [attack for attack in attacks if not attack.outcome.skipped]
         async with trio.open_nursery() as nursery:
-            for attack in attacks:
+            for attack in played:
                 if isinstance(attack, SLOW):
                     nursery.start_soon(_play, attack, lab)
-            for attack in attacks:
+            for attack in played:
                 if not isinstance(attack, SLOW):
                     await _play(attack, lab)
         return await _conclude(lab, attacks)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,20 +118,22 @@ class Account:
         return self.trained / self.accepted if self.accepted else None
 
 
-def account_of(lab: Lab, peers: list[str]) -> Account:
-    """What the ledger says of ``peers`` together."""
+def account_of(lab: Lab, peers: list[str], *, leases: Collection[bytes] | None = None) -> Account:
+    """What the ledger says of ``peers`` together; of their work under ``leases`` alone where these are given."""
     marks = ",".join("?" * len(peers))
-    states = lab.rows(f"SELECT state, count(*) FROM rollouts WHERE node IN ({marks}) GROUP BY state", *peers)
-    by_state = dict(states)
+    states = lab.rows(f"SELECT lease_id, state FROM rollouts WHERE node IN ({marks})", *peers)
+    by_state = Counter(state for lease_id, state in states if leases is None or lease_id in leases)
     audits = lab.rows(
-        f"SELECT tokens, over_half, over_one, largest, verdict FROM audits WHERE node IN ({marks}) ORDER BY at", *peers
-    )
+        "SELECT tokens, over_half, over_one, largest, verdict, lease_id FROM audits"
+        f" WHERE node IN ({marks}) ORDER BY at", *peers,
+    )  # fmt: skip
+    audits = [audit for audit in audits if leases is None or audit[5] in leases]
     hard = [number for number, audit in enumerate(audits, 1) if audit[4] == "hard"]
     until = audits[: hard[0]] if hard else audits
     offences = lab.rows(f"SELECT code FROM offences WHERE peer IN ({marks}) ORDER BY number", *peers)
     return Account(
         accepted=sum(by_state.values()),
-        trained=by_state.get("assigned", 0) + by_state.get("consumed", 0),
+        trained=by_state["assigned"] + by_state["consumed"],
         audits=len(audits),
         audited_tokens=sum(audit[0] for audit in until),
         over_low=sum(audit[1] for audit in until),

@@ -39,7 +39,7 @@ class Row:
 
 def row_of(attack: Attack, lab: Lab) -> Row:
     """The row of an attack that is over."""
-    found = account_of(lab, attack.peers)
+    found = account_of(lab, attack.peers, leases=attack.leases)
     verdict, ok, code = judge(attack, found)
     return Row(
         attack=attack.name,
@@ -64,6 +64,8 @@ def judge(attack: Attack, found: Account) -> tuple[str, bool | None, str]:
     codes = attack.outcome.codes
     if attack.outcome.skipped:
         return f"skipped: {attack.outcome.skipped}", None, ""
+    if attack.outcome.failure:
+        return attack.outcome.failure, False, codes[-1] if codes else ""
     code = next((code for code in codes if code in attack.expects), codes[-1] if codes else "")
     if attack.expects and code in attack.expects:
         if not isinstance(attack, SamplingAttack) or found.audited_tokens <= attack.bound_tokens:
