@@ -25,8 +25,9 @@ from typing import Final
 from rollmesh_learner.work.groups import StoredRollout
 
 STRANGERS_SHARE: Final = 0.25
-DEAR_S: Final = 0.5
-"""Seconds for an answer above which a turn was dear. Honest ones take milliseconds, a fork included."""
+DEAR_S: Final = 1.0
+"""Seconds for an answer above which a turn was dear. Honest ones take milliseconds, a fork included, and some tenths of
+a second on a very busy machine."""
 MOST_ANSWERS: Final = 16
 """Of one turn: so many share a process."""
 MOST_TURNS: Final = 4
