@@ -10,7 +10,9 @@ from random import Random
 
 import pytest
 import trio
+import trio.testing
 
+from rollmesh_learner.members.admission import Mode
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.members.standing import Record, StandingRules
 from rollmesh_learner.members.welcome import _WATCH_S, STRANGER_S, AdmissionTerms, WelcomeDesk
@@ -18,9 +20,10 @@ from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import restore, rows
 from rollmesh_learner.records.ledger import Ledger, open_ledger
 from rollmesh_peer.testing.memory_mesh import MemoryMesh, MemoryNetwork
+from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.identity import Identity
-from rollmesh_protocol.messages import Head, Hello
+from rollmesh_protocol.messages import Head, Hello, Invite
 from tests.unit.node.cards import make_card
 
 LEARNER = Identity(b"L" * 32)
@@ -47,10 +50,10 @@ class World:
             await mesh.connect(self.mesh.addresses[0])
             yield mesh
 
-    async def hello(self, peer: str) -> str:
+    async def hello(self, peer: str, *, invite: bytes | None = None) -> str:
         """The code that a hello gets; empty when the peer is let in."""
         try:
-            await self.desk.hello(peer, HELLO.encode())
+            await self.desk.hello(peer, HELLO.model_copy(update={"invite": invite}).encode())
         except Refused as refused:
             return refused.code
         return ""
@@ -63,7 +66,7 @@ class World:
 
 @asynccontextmanager
 async def open_world(
-    ledger: Ledger, *, known: dict[str, Record] | None = None, most: int = 100
+    ledger: Ledger, *, known: dict[str, Record] | None = None, most: int = 100, mode: Mode = "open"
 ) -> AsyncIterator[World]:
     network = MemoryNetwork()
     nodes = Nodes(known or {}, max_nodes=most, rules=RULES)
@@ -74,7 +77,7 @@ async def open_world(
             ledger, per_block=PER_BLOCK, now=trio.current_time(), wall_time=1e9
         )
         desk = WelcomeDesk(
-            AdmissionTerms(mode="open", allow=(), per_block=PER_BLOCK), card=make_card(), identity=LEARNER, mesh=mesh,
+            AdmissionTerms(mode=mode, allow=(), per_block=PER_BLOCK), card=make_card(), identity=LEARNER, mesh=mesh,
             nodes=nodes, versions=versions, ledger=ledger, edges_towards_head=lambda _root: (), random=Random(0),
             registrations=registrations,
         )  # fmt: skip
@@ -132,6 +135,41 @@ async def test_who_is_gone_before_its_hello_is_looked_at_is_not_let_in(world: Wo
     assert not world.nodes.is_known(mesh.peer_id)
     async with world.linked("127.0.0.1", key=2) as local:
         assert await world.hello(local.peer_id) == "", "loopback has an address"
+
+
+def invitation(number: int) -> bytes:
+    body = Invite(token=bytes([number]) * 16).encode()
+    return seal(body, run=make_card().run, kind="invite", identity=LEARNER).encode()
+
+
+async def test_hellos_that_wait_for_their_invitations_do_not_pass_each_other(
+    folder: Path, autojump_clock: object
+) -> None:
+    codes: list[str] = []
+    async with (
+        open_ledger(folder / "ledger.sqlite") as ledger,
+        open_world(ledger, mode="invite") as world,
+        AsyncExitStack() as stack,
+    ):
+        meshes = [
+            await stack.enter_async_context(world.linked(ONE_BLOCK[key], key=key)) for key in range(PER_BLOCK + 3)
+        ]
+
+        async def join(number: int, peer: str) -> None:
+            codes.append(await world.hello(peer, invite=invitation(number)))
+
+        async with trio.open_nursery() as nursery:
+            for number, mesh in enumerate(meshes):
+                nursery.start_soon(join, number, mesh.peer_id)
+            await trio.testing.wait_all_tasks_blocked()
+        assert sorted(codes) == [""] * PER_BLOCK + ["node.too_many"] * 3
+
+        async with trio.open_nursery() as nursery, world.linked("203.0.114.1", key=90) as gone:
+            nursery.start_soon(join, 90, gone.peer_id)
+            await trio.lowlevel.checkpoint()
+            world.network.kill(gone.peer_id)
+        assert codes[-1] == "request.timeout"
+        assert not world.nodes.is_known(gone.peer_id)
 
 
 async def test_loopback_is_free(world: World, autojump_clock: object) -> None:
