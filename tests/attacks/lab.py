@@ -37,7 +37,7 @@ from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
 from tests.attacks.leases import Abandoning, Expired, Withholding
-from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
+from tests.attacks.place import HONEST, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
 from tests.attacks.replayed import OldNotices
 from tests.attacks.report import row_of, summary, table
 from tests.support.system import System, open_system
@@ -143,8 +143,9 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
         f"{honest.audits} audited, {honest.over_low} of {honest.audited_tokens:,} tokens over 0.5 nats"
     )
     run = await lab.system.until_run(lambda run: True)
+    new_tokens = lab.studio.card.limits.new_tokens
     return {
-        "workload": f"SmolLM2-135M-Instruct, letters, at most {NEW_TOKENS} tokens, 4 groups x 4 samples, T = 1",
+        "workload": f"SmolLM2-135M-Instruct, letters, at most {new_tokens} tokens, 4 groups x 4 samples, T = 1",
         "steps": run.step,
         "attackers_tokens": lab.forge.tokens,
         "attackers_tokens_per_s": round(lab.forge.tokens / max(lab.forge.busy_s, 1e-9), 1),

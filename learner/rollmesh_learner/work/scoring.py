@@ -65,7 +65,7 @@ class Scorer:
         self._work.set()
 
     async def run(self, on_scored: Callable[[], None]) -> None:
-        """Score for ever; ``on_scored`` is called after each round."""
+        """Score for ever; ``on_scored`` is called after each round, however it ended."""
         while True:
             turns = self._turns.plan(self._book.unscored(), is_known=self._is_known)
             if not turns:
@@ -79,6 +79,7 @@ class Scorer:
                 # The supervisor restarts the child; what was not scored is still in the book.
                 self.waiting_for = f"scoring waits: {error.detail}"
                 _log.warning("%s", self.waiting_for)
+                on_scored()  # what was scored before it counts
                 await trio.sleep(0.2)
                 continue
             self.waiting_for = ""
