@@ -72,7 +72,7 @@ async def open_world(
     nodes = Nodes(known or {}, max_nodes=most, rules=RULES)
     versions = Versions()
     versions.reset([Head(version=1, step=0, root=bytes(32))])
-    async with network.join(LEARNER.seed) as mesh, trio.open_nursery() as nursery:
+    async with network.join(LEARNER.seed) as mesh:
         registrations = await restore.load_registrations(
             ledger, per_block=PER_BLOCK, now=trio.current_time(), wall_time=1e9
         )
@@ -81,9 +81,7 @@ async def open_world(
             nodes=nodes, versions=versions, ledger=ledger, edges_towards_head=lambda _root: (), random=Random(0),
             registrations=registrations,
         )  # fmt: skip
-        nursery.start_soon(desk.watch)
         yield World(network, mesh, nodes, desk)
-        nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
@@ -92,43 +90,52 @@ async def world(folder: Path) -> AsyncIterator[World]:
         yield world
 
 
-async def test_those_who_come_back_count_like_those_who_come(world: World, autojump_clock: object) -> None:
+@pytest.fixture
+async def watched(world: World) -> AsyncIterator[World]:
+    """With the desk's watch, and a clock that jumps: also while the ledger writes, so nothing else may go by it."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.desk.watch)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+async def test_those_who_come_back_count_like_those_who_come(watched: World, autojump_clock: object) -> None:
     async with AsyncExitStack() as present:
         async with AsyncExitStack() as first:
             for key in range(PER_BLOCK):
-                mesh = await first.enter_async_context(world.linked(ONE_BLOCK[key], key=key))
-                assert await world.hello(mesh.peer_id) == ""
-                assert await world.hello(mesh.peer_id) == "", "its own place is not counted against it"
+                mesh = await first.enter_async_context(watched.linked(ONE_BLOCK[key], key=key))
+                assert await watched.hello(mesh.peer_id) == ""
+                assert await watched.hello(mesh.peer_id) == "", "its own place is not counted against it"
         for key in range(10, 10 + PER_BLOCK):
-            mesh = await present.enter_async_context(world.linked(ONE_BLOCK[key], key=key))
-            assert await world.hello(mesh.peer_id) == ""
+            mesh = await present.enter_async_context(watched.linked(ONE_BLOCK[key], key=key))
+            assert await watched.hello(mesh.peer_id) == ""
         for key in range(PER_BLOCK):
-            mesh = await present.enter_async_context(world.linked(ONE_BLOCK[key], key=key))
-            assert await world.hello(mesh.peer_id) == "node.too_many"
-        other = await present.enter_async_context(world.linked("203.0.114.1", key=90))
-        assert await world.hello(other.peer_id) == "", "another block has places of its own"
+            mesh = await present.enter_async_context(watched.linked(ONE_BLOCK[key], key=key))
+            assert await watched.hello(mesh.peer_id) == "node.too_many"
+        other = await present.enter_async_context(watched.linked("203.0.114.1", key=90))
+        assert await watched.hello(other.peer_id) == "", "another block has places of its own"
         await trio.sleep(2 * _WATCH_S)
-        assert sum(world.is_member(peer) for peer in world.mesh.links()) == PER_BLOCK + 1
-    async with world.linked(ONE_BLOCK[0], key=0) as back:
-        assert await world.hello(back.peer_id) == "", "the places are free again"
+        assert sum(watched.is_member(peer) for peer in watched.mesh.links()) == PER_BLOCK + 1
+    async with watched.linked(ONE_BLOCK[0], key=0) as back:
+        assert await watched.hello(back.peer_id) == "", "the places are free again"
 
 
-async def test_a_connection_without_a_hello_makes_no_member(world: World, autojump_clock: object) -> None:
-    async with world.linked(ONE_BLOCK[0], key=1) as mesh:
-        assert await world.hello(mesh.peer_id) == ""
-        assert world.is_member(mesh.peer_id)
-    async with world.linked(ONE_BLOCK[1], key=1) as mesh:
+async def test_a_connection_without_a_hello_makes_no_member(watched: World, autojump_clock: object) -> None:
+    async with watched.linked(ONE_BLOCK[0], key=1) as mesh:
+        assert await watched.hello(mesh.peer_id) == ""
+        assert watched.is_member(mesh.peer_id)
+    async with watched.linked(ONE_BLOCK[1], key=1) as mesh:
         await trio.sleep(2 * _WATCH_S)
-        assert not world.is_member(mesh.peer_id)
+        assert not watched.is_member(mesh.peer_id)
         await trio.sleep(STRANGER_S + _WATCH_S)
-        assert mesh.peer_id not in world.mesh.links(), "it holds a place that nodes need"
-    async with world.linked(ONE_BLOCK[1], key=1) as mesh:
-        assert await world.hello(mesh.peer_id) == ""
+        assert mesh.peer_id not in watched.mesh.links(), "it holds a place that nodes need"
+    async with watched.linked(ONE_BLOCK[1], key=1) as mesh:
+        assert await watched.hello(mesh.peer_id) == ""
         await trio.sleep(STRANGER_S + 2 * _WATCH_S)
-        assert world.is_member(mesh.peer_id)
+        assert watched.is_member(mesh.peer_id)
 
 
-async def test_who_is_gone_before_its_hello_is_looked_at_is_not_let_in(world: World, autojump_clock: object) -> None:
+async def test_who_is_gone_before_its_hello_is_looked_at_is_not_let_in(world: World) -> None:
     async with world.linked(ONE_BLOCK[0], key=1) as mesh:
         pass
     assert await world.hello(mesh.peer_id) == "request.timeout"
@@ -142,9 +149,7 @@ def invitation(number: int) -> bytes:
     return seal(body, run=make_card().run, kind="invite", identity=LEARNER).encode()
 
 
-async def test_hellos_that_wait_for_their_invitations_do_not_pass_each_other(
-    folder: Path, autojump_clock: object
-) -> None:
+async def test_hellos_that_wait_for_their_invitations_do_not_pass_each_other(folder: Path) -> None:
     codes: list[str] = []
     async with (
         open_ledger(folder / "ledger.sqlite") as ledger,
@@ -172,14 +177,14 @@ async def test_hellos_that_wait_for_their_invitations_do_not_pass_each_other(
         assert not world.nodes.is_known(gone.peer_id)
 
 
-async def test_loopback_is_free(world: World, autojump_clock: object) -> None:
+async def test_loopback_is_free(world: World) -> None:
     async with AsyncExitStack() as stack:
         for key in range(5 * PER_BLOCK):
             mesh = await stack.enter_async_context(world.linked("127.0.0.1", key=key))
             assert await world.hello(mesh.peer_id) == ""
 
 
-async def test_a_full_run_uses_up_no_registrations(folder: Path, autojump_clock: object) -> None:
+async def test_a_full_run_uses_up_no_registrations(folder: Path) -> None:
     async with open_ledger(folder / "ledger.sqlite") as ledger, open_world(ledger, most=1) as world:
         async with world.linked("127.0.0.1", key=200) as only:
             assert await world.hello(only.peer_id) == ""
@@ -200,7 +205,7 @@ async def one_after_the_other(world: World, *, first_key: int) -> int:
     raise AssertionError("there is no bound")
 
 
-async def test_a_restart_gives_no_block_a_second_burst(folder: Path, autojump_clock: object, monkeypatch) -> None:
+async def test_a_restart_gives_no_block_a_second_burst(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr("rollmesh_learner.members.welcome.time.time", lambda: 1e9)
     async with open_ledger(folder / "ledger.sqlite") as ledger:
         async with open_world(ledger) as world:
