@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types imports wheel contracts setup clean distclean \
 	test-vllm setup-vllm bench-e2e bench-engine bench-patch bench-sampler bench-scoring bench-trust lab-broadcast \
-	lab-flood attack-lab attack-lab-slow bench-cheats
+	lab-flood attack-lab attack-lab-slow attack-lab-sleeper bench-cheats
 
 PY := .venv/bin/python
 # Another stamp for other dependencies: the next target then installs them.
@@ -73,6 +73,12 @@ attack-lab-slow: $(READY) ## The attacks nearest to honest noise, with calibrate
 	@$(PY) -m tests.attacks.lab --out runs/attack-lab --only 0.9 top-p ties padding int8 "base model" \
 		--tokens 12000 --minutes 25 --calibrate 1536 --set audit.rate_probation=1.0 --set audit.rate_steady=1.0 \
 		--results tests/bench/results/attacks-slow.json
+
+# Its own run, so that the shorter way into full standing (24 audits passed, not 50) touches no other attack.
+attack-lab-sleeper: $(READY) ## The attacker that is honest until it is in full standing (some ten minutes)
+	@$(PY) -m tests.attacks.lab --out runs/attack-lab --only sleeper --minutes 8 \
+		--set audit.probation_rollouts=24 --set rollouts.max_new_tokens=16 \
+		--results tests/bench/results/attacks-sleeper.json
 
 bench-cheats: $(READY) ## The reward curve with 30 % of the work by cheats, checks on and off, on three seeds (some 70 minutes)
 	@$(PY) -m tests.attacks.curve --out runs/bench-cheats

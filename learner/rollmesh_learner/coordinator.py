@@ -13,6 +13,7 @@ command line.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from rollmesh_learner.base import base_of_run
 from rollmesh_learner.beginning import begin, make_card, name_run
 from rollmesh_learner.config import LearnerConfig
 from rollmesh_learner.crew import CHECKPOINTS, Crew, answer_limits, open_crew
+from rollmesh_learner.members.admission import Registrations
 from rollmesh_learner.members.discipline import Discipline
 from rollmesh_learner.members.nodes import Nodes
 from rollmesh_learner.members.shares import Shares
@@ -133,6 +135,9 @@ async def run_learner(
                     records=await restore.load_records(ledger),
                     memory=await load_trust(ledger, terms.thresholds(config), means_name=MEANS),
                     margin_book=terms.margin_book(config, drift=drift, known=await load_remembered(ledger)),
+                    registrations=await restore.load_registrations(
+                        ledger, per_block=config.admission.per_block, now=trio.current_time(), wall_time=time.time()
+                    ),
                 )  # fmt: skip
                 return await learner.run(on_ready=on_ready, stop=stop)
 
@@ -156,6 +161,7 @@ class _Learner:
         software: str,
         memory: TrustMemory,
         margin_book: MarginBook | None,
+        registrations: Registrations,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -165,6 +171,7 @@ class _Learner:
         self._publisher = publisher
         self._card = card
         self._software = software
+        self._registrations = registrations
         self._is_over = False
         keys = load_run_keys(folder)
         self._versions = Versions()
@@ -208,7 +215,7 @@ class _Learner:
         )
         self._scorer = Scorer(
             book=self._book, ledger=ledger, prompter=hands.prompter, sandbox=hands.scorer, limits=answer_limits(config),
-            drawer=self._drawer,
+            drawer=self._drawer, is_known=lambda peer: self._nodes.record_of(peer).passed > 0,
         )  # fmt: skip
         self._auditor = Auditor(
             thresholds=terms.thresholds(config),
@@ -319,9 +326,10 @@ class _Learner:
             ledger=self._ledger,
             edges_towards_head=self._publisher.edges_towards_head,
             random=Random(),
+            registrations=self._registrations,
         )
         small, large = limits.SMALL_BYTES, limits.TRANSFER_S
-        members = self._nodes.admitted
+        members = welcome.member
         Router(places=LEARNER_PLACES).register(
             mesh,
             _route(streams.HELLO, welcome.hello, limits.HELLO_BYTES, limits.CARD_BYTES, large),

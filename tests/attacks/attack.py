@@ -19,10 +19,11 @@ import trio
 
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
 from rollmesh_peer.mesh.join import JoinLine
+from rollmesh_protocol import streams
 from rollmesh_protocol.errors import LinkLost, Refused
 from rollmesh_protocol.identity import Identity
 from rollmesh_protocol.lease import Lease
-from rollmesh_protocol.messages import Receipt
+from rollmesh_protocol.messages import Receipt, Standing
 from rollmesh_protocol.rollout import Result
 from tests.attacks.engine import Drawn, Order, order_of
 from tests.support.attacker import Attacker, result_of, sample_of
@@ -57,6 +58,8 @@ class Outcome:
     """Why it cannot be played on this machine."""
     no_effect: bool | None = None
     """For an attack that ends without a code: True when it was measured to have gained nothing."""
+    failure: str = ""
+    """What must not have happened and did, whether it was caught or not."""
 
 
 class Attack(ABC):
@@ -68,6 +71,8 @@ class Attack(ABC):
     """Codes of which one must be seen. Empty: the attack must be shown to have no effect."""
     bound_tokens: ClassVar[int] = 0
     """Audited tokens within which it must be caught; 0: before anything of it is audited."""
+    alone: ClassVar[bool] = False
+    """It needs most of a run's work, and is played only when it is asked for by name."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,6 +83,8 @@ class Attack(ABC):
     def __init__(self) -> None:
         self.peers: list[str] = []
         """The identities that it used: the ledger tells what became of their work."""
+        self.leases: set[bytes] | None = None
+        """Where only a part of that work is the attack: the leases of that part."""
         self.outcome = Outcome()
 
     @abstractmethod
@@ -94,7 +101,7 @@ class Attack(ABC):
         async with open_stubborn(lab.join) as one, trio.open_nursery() as nursery:
             self.peers.append(one.peer)
             if alive:
-                nursery.start_soon(_live, one)
+                nursery.start_soon(live, one)
             yield one
             nursery.cancel_scope.cancel()
 
@@ -112,9 +119,21 @@ class SamplingAttack(Attack):
     async def prepare(self, lab: Lab) -> None:
         """Wait for what the attack needs."""
 
+    def most_tokens(self, lab: Lab) -> int:
+        """When it gives up, in tokens handed in."""
+        return min(lab.most_tokens, 2 * self.bound_tokens) if self.expects else lab.most_tokens
+
+    def heard(self, standing: Standing) -> None:
+        """The learner has told how it regards this node."""
+
+    def handed_in(self, lease: Lease, drawn: list[Drawn]) -> None:
+        """The work of a lease was submitted."""
+        del lease
+        self.outcome.tokens += sum(len(sample.tokens) for sample in drawn)
+
     async def play(self, lab: Lab) -> None:
         await self.prepare(lab)
-        most = min(lab.most_tokens, 2 * self.bound_tokens) if self.expects else lab.most_tokens
+        most = self.most_tokens(lab)
         async with lab.places, self.identity(lab) as one:
             try:
                 with trio.move_on_at(lab.until):
@@ -127,13 +146,14 @@ class SamplingAttack(Attack):
 
     async def _one_lease(self, one: Attacker, lab: Lab) -> None:
         answer = await one.request_work(1, root=lab.studio.newest)
+        self.heard(answer.standing)
         if not answer.leases:
             await trio.sleep(ASK_AGAIN_S)
             return
         lease = one.open_lease(answer.leases[0])
         drawn = await self.work(order_of(lease, stop=lab.stop), lab)
         receipt = await hand_in(one, lease, drawn, lab)
-        self.outcome.tokens += sum(len(sample.tokens) for sample in drawn)
+        self.handed_in(lease, drawn)
         if receipt.code:
             self.outcome.codes.append(receipt.code)
 
@@ -183,6 +203,8 @@ class Stubborn(Attacker):
                 await trio.sleep(ASK_AGAIN_S)
                 with suppress(LinkLost):
                     await self.mesh.connect(self.address)
+                    if protocol != streams.HELLO:  # as nodes do over every new connection
+                        await self.hello()
         return await super().ask(protocol, request, deadline_s=deadline_s)
 
 
@@ -256,7 +278,7 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-async def _live(one: Attacker) -> None:
+async def live(one: Attacker) -> None:
     """Signs of life: whoever is silent for long loses its leases."""
     while True:
         await trio.sleep(HEARTBEAT_S)

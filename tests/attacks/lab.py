@@ -2,12 +2,14 @@
 
     python -m tests.attacks.lab [--out DIR] [--tokens N] [--minutes M] [--only WORDS ...] [--calibrate N] [--set K=V]
 
-Prints one line for each attack, and as its last line one JSON object: ``rows``, ``ok`` and ``misses``. Sampling attacks
-run side by side and go on until they are caught, have generated ``--tokens``, or ``--minutes`` are over. Audit rates
-are the defaults of a run, and so are thresholds, unless ``--calibrate`` has them measured first on so many honest
+Prints one line for each attack, and as its last line one JSON object: ``rows``, ``ok``, ``misses`` and ``skipped``. An
+attack that this machine cannot play is skipped, with the reason; ``ok`` speaks of those that were played. Sampling
+attacks run side by side and go on until they are caught, have generated ``--tokens``, or ``--minutes`` are over. Audit
+rates are the defaults of a run, and so are thresholds, unless ``--calibrate`` has them measured first on so many honest
 rollouts. `make attack-lab-slow` plays those that take hundreds or thousands of audited tokens to tell from noise: with
-a calibration, and with every rollout audited, for at the rate of full standing this would take days here. Exit status
-0 unless the lab itself failed; a miss is a finding, and stands in the JSON.
+a calibration, and with every rollout audited, for at the rate of full standing this would take days here. `make
+attack-lab-sleeper` plays the one that has to earn full standing first. Exit status 0 unless the lab itself failed; a
+miss is a finding, and stands in the JSON.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ import tests.attacks.hostile_learner
 import tests.attacks.hostile_weights
 import tests.attacks.other_weights
 import tests.attacks.protocol
-import tests.attacks.sampling  # noqa: F401 - they fill the registry
+import tests.attacks.replayed
+import tests.attacks.sampling
+import tests.attacks.sleeper  # noqa: F401 - they fill the registry
 from rollmesh_learner.audit.calibration import FILE as CALIBRATION
 from rollmesh_peer.models.base import import_base, write_base_image
 from tests.attacks.attack import REGISTRY, Attack, SamplingAttack, say
 from tests.attacks.leases import Abandoning, Expired, Holding, Withholding
-from tests.attacks.place import HONEST, NEW_TOKENS, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
-from tests.attacks.report import as_json, row_of, table
+from tests.attacks.place import HONEST, SOURCE, Lab, account_of, open_lab, smollm2_config, work_begins
+from tests.attacks.replayed import OldNotices
+from tests.attacks.report import row_of, summary, table
 from tests.support.system import System, open_system
 
-SLOW: Final = (SamplingAttack, Expired, Abandoning, Holding, Withholding)
+SLOW: Final = (SamplingAttack, Expired, Abandoning, Holding, Withholding, OldNotices)
 """They wait for others most of the time, and run side by side."""
 EACH_S: Final = 320.0
 LAST_CALL_SHARE: Final = 0.6
@@ -96,11 +101,15 @@ async def _run(system: System, attacks: list[Attack], model: Path, base: Path, c
         minutes = 60 * chosen.minutes
         lab.until = trio.current_time() + minutes
         lab.last_call = trio.current_time() + LAST_CALL_SHARE * minutes
+        for attack in attacks:
+            if attack.alone and not chosen.only:
+                attack.outcome.skipped = "it needs the run's work for itself, and is played when it is named by --only"
+        played = [attack for attack in attacks if not attack.outcome.skipped]
         async with trio.open_nursery() as nursery:
-            for attack in attacks:
+            for attack in played:
                 if isinstance(attack, SLOW):
                     nursery.start_soon(_play, attack, lab)
-            for attack in attacks:
+            for attack in played:
                 if not isinstance(attack, SLOW):
                     await _play(attack, lab)
         return await _conclude(lab, attacks)
@@ -133,10 +142,10 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
         f"honest node: {standing.state}; {status.accepted} rollouts accepted, {status.rejected} refused; "
         f"{honest.audits} audited, {honest.over_low} of {honest.audited_tokens:,} tokens over 0.5 nats"
     )
-    misses = [row.attack for row in rows if not row.ok] + ([] if is_well else ["the honest node"])
     run = await lab.system.until_run(lambda run: True)
+    new_tokens = lab.studio.card.limits.new_tokens
     return {
-        "workload": f"SmolLM2-135M-Instruct, letters, at most {NEW_TOKENS} tokens, 4 groups x 4 samples, T = 1",
+        "workload": f"SmolLM2-135M-Instruct, letters, at most {new_tokens} tokens, 4 groups x 4 samples, T = 1",
         "steps": run.step,
         "attackers_tokens": lab.forge.tokens,
         "attackers_tokens_per_s": round(lab.forge.tokens / max(lab.forge.busy_s, 1e-9), 1),
@@ -145,9 +154,7 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
             "audited_tokens": honest.audited_tokens, "over_half": honest.over_low, "largest": honest.largest,
             "offences": list(honest.offences),
         },
-        "rows": [as_json(row) for row in rows],
-        "ok": not misses,
-        "misses": misses,
+        **summary(rows, failures=[] if is_well else ["the honest node"]),
     }  # fmt: skip
 
 

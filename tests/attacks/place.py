@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class Lab:
     """Versions that must be seen before the base model is passed off as the newest."""
     places: trio.CapacityLimiter
     """How many sampling attackers work at a time: one engine makes their completions."""
+    model: Path
+    """The base model's folder."""
     until: float = float("inf")
     """When sampling attacks give up, on trio's clock."""
     last_call: float = float("inf")
@@ -104,6 +107,8 @@ class Account:
     audits: int
     audited_tokens: int
     """Until the first hard verdict, that one included."""
+    noticed_tokens: int | None
+    """The same until the first verdict that is not a pass: at a soft one the node loses half its record. None without."""
     over_low: int
     over_high: int
     largest: float
@@ -115,22 +120,26 @@ class Account:
         return self.trained / self.accepted if self.accepted else None
 
 
-def account_of(lab: Lab, peers: list[str]) -> Account:
-    """What the ledger says of ``peers`` together."""
+def account_of(lab: Lab, peers: list[str], *, leases: Collection[bytes] | None = None) -> Account:
+    """What the ledger says of ``peers`` together; of their work under ``leases`` alone where these are given."""
     marks = ",".join("?" * len(peers))
-    states = lab.rows(f"SELECT state, count(*) FROM rollouts WHERE node IN ({marks}) GROUP BY state", *peers)
-    by_state = dict(states)
+    states = lab.rows(f"SELECT lease_id, state FROM rollouts WHERE node IN ({marks})", *peers)
+    by_state = Counter(state for lease_id, state in states if leases is None or lease_id in leases)
     audits = lab.rows(
-        f"SELECT tokens, over_half, over_one, largest, verdict FROM audits WHERE node IN ({marks}) ORDER BY at", *peers
-    )
+        "SELECT tokens, over_half, over_one, largest, verdict, lease_id FROM audits"
+        f" WHERE node IN ({marks}) ORDER BY at", *peers,
+    )  # fmt: skip
+    audits = [audit for audit in audits if leases is None or audit[5] in leases]
     hard = [number for number, audit in enumerate(audits, 1) if audit[4] == "hard"]
     until = audits[: hard[0]] if hard else audits
+    noticed = next((number for number, audit in enumerate(audits, 1) if audit[4] != "pass"), None)
     offences = lab.rows(f"SELECT code FROM offences WHERE peer IN ({marks}) ORDER BY number", *peers)
     return Account(
         accepted=sum(by_state.values()),
-        trained=by_state.get("assigned", 0) + by_state.get("consumed", 0),
+        trained=by_state["assigned"] + by_state["consumed"],
         audits=len(audits),
         audited_tokens=sum(audit[0] for audit in until),
+        noticed_tokens=None if noticed is None else sum(audit[0] for audit in audits[:noticed]),
         over_low=sum(audit[1] for audit in until),
         over_high=sum(audit[2] for audit in until),
         largest=max((audit[3] for audit in until), default=0.0),
@@ -162,6 +171,7 @@ async def open_lab(
             system, studio, forge, join, Tokenizer.from_file(str(model / "tokenizer.json")), most_tokens,
             versions_of_drift,
             trio.CapacityLimiter(PLACES),
+            model,
         )  # fmt: skip
         nursery.cancel_scope.cancel()
 

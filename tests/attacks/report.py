@@ -1,6 +1,9 @@
 """What became of each attack: one row, from what the attacker saw and from the learner's ledger.
 
-A row is good when the attack was caught with an expected code within its bound, or was measured to have no effect.
+A row is good when the attack was caught with an expected code within its bound, or was measured to have no effect. A
+drift is caught in two steps: the first alarm halves the node's record, for its engine may be one that nobody measured,
+and the second puts it out. It is good when the first comes within the bound and the second within twice that. An attack
+that could not be played is neither good nor bad.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from tests.attacks.place import Account, Lab, account_of
 
 SOFT = "result.drift"
 """An offence that is written down and leaves its node in the run."""
+ALARMS = 2
+"""So many of them put it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,7 @@ class Row:
     kind: str
     generated_tokens: int
     audited_tokens: int
+    noticed_tokens: int | None
     bound_tokens: int
     code: str
     accepted: int
@@ -29,19 +35,23 @@ class Row:
     over_half: int
     over_one: int
     verdict: str
-    ok: bool
+    ok: bool | None
+    """None where the attack was not played."""
+    skipped: str
+    """Why it was not; empty where it was."""
     note: str
 
 
 def row_of(attack: Attack, lab: Lab) -> Row:
     """The row of an attack that is over."""
-    found = account_of(lab, attack.peers)
+    found = account_of(lab, attack.peers, leases=attack.leases)
     verdict, ok, code = judge(attack, found)
     return Row(
         attack=attack.name,
         kind=attack.kind,
         generated_tokens=attack.outcome.tokens,
         audited_tokens=found.audited_tokens,
+        noticed_tokens=found.noticed_tokens,
         bound_tokens=attack.bound_tokens,
         code=code,
         accepted=found.accepted,
@@ -50,20 +60,27 @@ def row_of(attack: Attack, lab: Lab) -> Row:
         over_one=found.over_high,
         verdict=verdict,
         ok=ok,
+        skipped=attack.outcome.skipped,
         note=attack.outcome.note,
     )
 
 
-def judge(attack: Attack, found: Account) -> tuple[str, bool, str]:
-    """The verdict in words, whether it is good, and the code that was seen."""
+def judge(attack: Attack, found: Account) -> tuple[str, bool | None, str]:
+    """The verdict in words, whether it is good (None: not played), and the code that was seen."""
     codes = attack.outcome.codes
     if attack.outcome.skipped:
-        return f"skipped: {attack.outcome.skipped}", True, ""
+        return f"skipped: {attack.outcome.skipped}", None, ""
+    if attack.outcome.failure:
+        return attack.outcome.failure, False, codes[-1] if codes else ""
     code = next((code for code in codes if code in attack.expects), codes[-1] if codes else "")
     if attack.expects and code in attack.expects:
-        if not isinstance(attack, SamplingAttack) or found.audited_tokens <= attack.bound_tokens:
+        bound, noticed = attack.bound_tokens, found.noticed_tokens
+        if not isinstance(attack, SamplingAttack) or found.audited_tokens <= bound:
             return "caught", True, code
-        return f"caught late: the bound is {attack.bound_tokens:,} audited tokens", False, code
+        words = f"noticed after {noticed or 0:,} audited tokens, out after {found.audited_tokens:,}"
+        if noticed is not None and noticed <= bound and found.audited_tokens <= ALARMS * bound:
+            return f"caught: {words}", True, code
+        return f"caught late: {words}; the bound is {bound:,}", False, code
     if attack.expects:
         if SOFT in found.offences:
             return f"noticed {found.offences.count(SOFT)} times and left in the run", False, SOFT
@@ -92,6 +109,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_json(row: Row) -> dict[str, object]:
-    """Plain values."""
-    return asdict(row)
+def summary(rows: list[Row], *, failures: list[str]) -> dict[str, object]:
+    """Plain values: the rows, whether all that was played went well, what did not, and what was not played.
+
+    ``failures`` are other things that went wrong.
+    """
+    misses = [row.attack for row in rows if row.ok is False] + failures
+    return {
+        "rows": [asdict(row) for row in rows],
+        "played": sum(row.ok is not None for row in rows),
+        "ok": not misses,
+        "misses": misses,
+        "skipped": [{"attack": row.attack, "reason": row.skipped} for row in rows if row.ok is None],
+    }

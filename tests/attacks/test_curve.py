@@ -156,7 +156,7 @@ def test_rewards_are_counted_as_they_are_and_not_as_they_were_claimed(model: Pat
         )
     for peer, reason in (("honest", ""), ("cheat", "result.sampling")):
         standing = json.dumps({"rejected": 2 * bool(reason), "quarantined_for": reason})
-        ledger.execute("INSERT INTO nodes VALUES (?, '', 0, ?)", (peer, standing))
+        ledger.execute("INSERT INTO nodes (peer, name, first_seen, standing) VALUES (?, '', 0, ?)", (peer, standing))
     ledger.execute("INSERT INTO offences VALUES (1, 'cheat', 'result.sampling', '', 0)")
     ledger.close()
     found = read_account(tmp_path / "ledger.sqlite", model=model, steps=3, seed=7, kinds={"cheat": "fabricated"})

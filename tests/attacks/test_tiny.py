@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.attacks import garbage, leases, other_weights, protocol, sampling
+from tests.attacks import garbage, leases, other_weights, protocol, replayed, sampling
 from tests.attacks.attack import Attack
 from tests.attacks.place import HONEST, account_of, open_lab, open_tiny, work_begins
 from tests.attacks.report import row_of
@@ -74,6 +74,13 @@ async def test_what_breaks_the_protocol_is_refused_with_its_code(lab) -> None:
         assert row.ok, row
         if attack is not leases.Replayed:
             untouched(attack, lab)
+
+
+async def test_nodes_do_not_go_back_for_old_announcements(lab) -> None:
+    attack = replayed.OldNotices()
+    await attack.play(lab)
+    row = row_of(attack, lab)
+    assert row.ok, row
 
 
 async def test_honest_orders_pass_in_the_attackers_engine(lab) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh_peer.children.score import Score
 from tests.support.hostile_answers import ATTACKS
 from tests.support.sandbox_stage import SECRET, USERS, Stage, staged
 
@@ -114,7 +115,7 @@ def test_nothing_was_left_behind(outcome: dict[str, list[object]], stage: Stage)
 
 @pytest.mark.timeout(180)
 def test_errors_are_short_printable_words(outcome: dict[str, list[object]]) -> None:
-    errors = [str(entry[1]) for name, entry in outcome.items() if name in ATTACKS]
+    errors = [str(outcome[name][1]) for name in ATTACKS]
     assert all(len(error) <= 220 and error.isprintable() for error in errors)
     assert str(outcome["raise_error"][1]).startswith("ValueError: a scorer that does not like this answer")
     assert "0.0" not in str(outcome["nan"][1]) and "not a number" in str(outcome["nan"][1])
@@ -122,6 +123,8 @@ def test_errors_are_short_printable_words(outcome: dict[str, list[object]]) -> N
     assert "CPU" in str(outcome["loop"][1]) or "no reward within" in str(outcome["loop"][1])  # on a busy machine
     assert "no reward within" in str(outcome["wait_for_ever"][1])
     assert "MemoryError" in str(outcome["allocate"][1])
+    over_limits = [name for name, error in zip(ATTACKS, errors, strict=True) if Score(0.0, error).is_over_limits]
+    assert {"loop", "wait_for_ever", "allocate"} <= set(over_limits) and "raise_error" not in over_limits
 
 
 @pytest.mark.timeout(180)

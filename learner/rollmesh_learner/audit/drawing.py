@@ -8,6 +8,7 @@ because only complete groups are. The randomness is that of :mod:`.draw`, which 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Final
@@ -29,6 +30,8 @@ from rollmesh_learner.work.groups import Group, RolloutKey, StoredRollout
 
 MEANS: Final = "audit.means"
 """The name in the ledger under which the running means are kept, as JSON."""
+OVER_LIMITS_KEPT: Final = 1024
+"""Rollouts remembered, the newest, whose scoring ran into its limits; each waits for its group at most."""
 
 
 class Drawer:
@@ -49,9 +52,14 @@ class Drawer:
         self._nodes = nodes
         self.withheld = withheld
         self._twins = Twins()
+        self._over_limits: deque[RolloutKey] = deque(maxlen=OVER_LIMITS_KEPT)
         self.means = means or Means()
         self.work_tokens = work_tokens
         """Prompt and generated tokens of everything drawn for or not, since the run began."""
+
+    def over_limits(self, key: RolloutKey) -> None:
+        """Scoring this rollout was ended for the time or memory that it used: one mark. A restart may forget it."""
+        self._over_limits.append(key)
 
     def decide(self, group: Group) -> list[Statement]:
         """Draw for the scored rollouts of ``group`` that can be drawn for now."""
@@ -83,6 +91,7 @@ class Drawer:
         logprobs = np.frombuffer(rollout.logprobs, dtype="<f4")
         marks = len(marks_of(tokens, logprobs))
         marks += self._twins.has_twin(tokens, logprobs, seed=rollout.seed)
+        marks += rollout.key in self._over_limits
         marks += self.withheld.judge(rollout.node).is_telling
         return Evidence(
             advantage=advantages[rollout.key],

@@ -69,7 +69,9 @@ class Registrations:
     """How many identities that were never seen before each address block has brought lately.
 
     Quarantine would mean little if a new key were free: a block brings at most twice ``per_block`` of them at once, and
-    ``per_block`` more an hour. Loopback is free. At most ``limits.MAX_BLOCKS`` blocks are remembered, the newest.
+    ``per_block`` more an hour. Loopback is free. At most ``limits.MAX_BLOCKS`` blocks are remembered, the newest. The
+    ledger has every arrival: a learner that starts again counts them once more (:meth:`recall`), so that its restart
+    gives no block a second burst.
     """
 
     def __init__(self, *, per_block: int) -> None:
@@ -79,8 +81,15 @@ class Registrations:
     def register(self, address: str, *, now: float) -> None:
         """Count one more from ``address`` (a transport multiaddr), or refuse it: ``node.too_many``."""
         block = block_at(address)
-        if block is None:
-            return
+        if block is not None and not self._take(block, now):
+            raise Refused("node.too_many", f"{block} has brought too many new nodes lately; try again in an hour")
+
+    def recall(self, arrivals: Iterable[tuple[str, float]]) -> None:
+        """Count those that were let in before: (block, when), in order of their times, on the clock of ``now``."""
+        for block, at in arrivals:
+            self._take(block, at)
+
+    def _take(self, block: str, now: float) -> bool:
         left = self._left.get(block)
         if left is None:
             left = TokenBucket(rate=self._per_block / REGISTRATION_S, burst=2 * self._per_block, now=now)
@@ -88,8 +97,7 @@ class Registrations:
         self._left.move_to_end(block)
         if len(self._left) > limits.MAX_BLOCKS:
             self._left.popitem(last=False)
-        if not left.take(now):
-            raise Refused("node.too_many", f"{block} has brought too many new nodes lately; try again in an hour")
+        return left.take(now)
 
 
 def block_at(address: str) -> str | None:

@@ -1,10 +1,16 @@
-"""The desk where nodes introduce themselves and ask about others: the ``hello``, ``peers`` and ``edges`` streams."""
+"""The desk where nodes introduce themselves and ask about others: the ``hello``, ``peers`` and ``edges`` streams.
+
+Invariant: whoever is in the run has said hello over the connection that it has now, and at that moment its block of
+addresses had a place left, whether it came for the first time or again. Who comes back without a hello is no member
+(:meth:`WelcomeDesk.member`) as soon as :meth:`WelcomeDesk.watch` has looked, which it does every few seconds. A peer
+without a connection has no address to be counted under, and is not admitted.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -20,12 +26,12 @@ from rollmesh_learner.members.admission import (
     open_hello,
     open_invite,
 )
-from rollmesh_learner.members.nodes import Nodes
+from rollmesh_learner.members.nodes import Node, Nodes
 from rollmesh_learner.members.standing import after_absence
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import Ledger
-from rollmesh_peer.mesh.seam import Mesh
+from rollmesh_peer.mesh.seam import Mesh, PeerLink
 from rollmesh_peer.weights.introductions import introduce
 from rollmesh_protocol import limits
 from rollmesh_protocol.envelope import seal
@@ -48,6 +54,7 @@ _log = logging.getLogger("rollmesh.learner.welcome")
 STRANGER_S: Final = 60.0
 """Time for a hello after connecting, or for looking at the status."""
 _WATCH_S: Final = 5.0
+"""Time between two looks at who is connected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,7 @@ class WelcomeDesk:
         ledger: Ledger,
         edges_towards_head: Callable[[bytes | None], tuple[Edge, ...]],
         random: Random,
+        registrations: Registrations | None = None,
     ) -> None:
         self._terms = terms
         self._run = card.run
@@ -86,28 +94,39 @@ class WelcomeDesk:
         self._edges_towards_head = edges_towards_head
         self._random = random
         self._addresses: dict[str, tuple[str, ...]] = {}
-        self._registrations = Registrations(per_block=terms.per_block)
+        self._here: dict[str, str] = {}
+        """The address of the connection over which each member said hello."""
+        self._registrations = registrations or Registrations(per_block=terms.per_block)
 
     async def hello(self, peer: str, request: bytes) -> bytes:
         """One :class:`Hello` and its :class:`Welcome`, or the reason why the peer may not join."""
         hello = open_hello(request)
-        now = trio.current_time()
         is_new = self._nodes.get(peer) is None
-        link = self._mesh.links().get(peer)
-        observed = link.address if link else ""
-        await self._check(peer, hello, observed)
-        node = self._nodes.admit(peer, hello, now=now)
-        self._nodes.set_record(peer, after_absence(node.record, self._nodes.rules, now=time.time()))
-        node.block = block_at(observed) or ""
-        self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
-        self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=observed)
+        await self._check(peer, hello)
+        node, observed = self._seat(peer, hello)
         if is_new:
             engine = f"{hello.engine.backend} {hello.engine.dtype} on {hello.engine.device}" if hello.engine else "none"
             _log.info("%s (%s) joined as %s; engine: %s", short(peer), node.name, hello.role, engine)
-            await self._ledger.commit(rows.put_node(peer, name=node.name, record=node.record, wall_time=time.time()))
+            block = block_at(observed) or ""
+            wall_time = time.time()
+            await self._ledger.commit(
+                rows.put_node(peer, name=node.name, record=node.record, wall_time=wall_time, block=block)
+            )
         admission = Pass(peer=peer, issued_version=self._versions.head.version)
         sealed = seal(admission.encode(), run=self._run, kind="pass", identity=self._identity).encode()
         return Welcome(card=self._card, admission=sealed, head=self._versions.head).encode()
+
+    def member(self, peer: str) -> Node:
+        """The node that ``peer`` is, for requests that only members may make.
+
+        Raises:
+            Refused: ``node.quarantined``, or ``node.not_admitted`` for a peer that has not said hello over the
+                connection that it has now.
+        """
+        node = self._nodes.admitted(peer)
+        if peer not in self._here:
+            raise Refused("node.not_admitted", "this connection is new; say hello over it first")
+        return node
 
     async def peers(self, peer: str, request: bytes) -> bytes:
         """One :class:`PeersRequest` and its :class:`PeersAnswer`."""
@@ -134,25 +153,54 @@ class WelcomeDesk:
         while True:
             await trio.sleep(_WATCH_S)
             now = trio.current_time()
-            strangers = [peer for peer in self._mesh.links() if not self._nodes.is_admitted(peer)]
+            links = self._mesh.links()
+            self._here = {peer: link.address for peer, link in links.items() if self._here.get(peer) == link.address}
+            strangers = [peer for peer in links if peer not in self._here or not self._nodes.is_admitted(peer)]
             since = {peer: since.get(peer, now) for peer in strangers}
             for peer, first_seen in since.items():
                 if now - first_seen > STRANGER_S:
                     _log.debug("%s was connected for %g s without joining; it is let go", short(peer), STRANGER_S)
                     await self._mesh.disconnect(peer)
 
-    async def _check(self, peer: str, hello: Hello, observed: str) -> None:
+    async def _check(self, peer: str, hello: Hello) -> None:
+        """Whether the run takes this peer at all, wherever it comes from."""
         self._nodes.check_place(peer, now=trio.current_time())
         if self._nodes.get(peer) is not None:
             return
-        others = [link.address for name, link in self._mesh.links().items() if self._nodes.is_admitted(name)]
-        check_block(observed, others=others, most=self._terms.per_block)
         if self._terms.mode == "allowlist":
             check_allowlist(peer, allowed=self._terms.allow)
         elif self._terms.mode == "invite":
             await self._take_invite(peer, hello)
+
+    def _seat(self, peer: str, hello: Hello) -> tuple[Node, str]:
+        """Give ``peer`` its place in the run: the node, and the address that it comes from.
+
+        Not a coroutine: between the look at the connections and the admission nobody else says hello or goes away.
+        """
+        now = trio.current_time()
+        links = self._mesh.links()
+        link = links.get(peer)
+        if link is None or not link.address:
+            raise Refused("request.timeout", "the connection was gone before its hello was looked at")
+        self._nodes.check_place(peer, now=now)
+        check_block(link.address, others=self._others(peer, links), most=self._terms.per_block)
         if not self._nodes.is_known(peer):
-            self._registrations.register(observed, now=trio.current_time())
+            self._registrations.register(link.address, now=now)
+        node = self._nodes.admit(peer, hello, now=now)
+        self._nodes.set_record(peer, after_absence(node.record, self._nodes.rules, now=time.time()))
+        node.block = block_at(link.address) or ""
+        self._here[peer] = link.address
+        self._addresses = {other: known for other, known in self._addresses.items() if self._nodes.get(other)}
+        self._addresses[peer] = _dialable(hello.addresses, peer=peer, observed=link.address)
+        return node, link.address
+
+    def _others(self, peer: str, links: Mapping[str, PeerLink]) -> list[str]:
+        """Where the other members that are connected come from."""
+        return [
+            link.address
+            for other, link in links.items()
+            if other != peer and other in self._here and self._nodes.is_admitted(other)
+        ]
 
     async def _take_invite(self, peer: str, hello: Hello) -> None:
         token = open_invite(hello, run=self._run, learner=self._identity.peer)

@@ -94,7 +94,10 @@ CREATE TABLE IF NOT EXISTS stretches (
     step INTEGER NOT NULL, root BLOB NOT NULL, PRIMARY KEY (lease_id, sample, first_token)) WITHOUT ROWID;
 """
 """Tables that ledgers of this format may have been made without."""
-_ADDED_COLUMNS: Final = {"leases": ("swap_mode", "TEXT NOT NULL DEFAULT 'drain'")}
+_ADDED_COLUMNS: Final = {
+    "leases": ("swap_mode", "TEXT NOT NULL DEFAULT 'drain'"),
+    "nodes": ("block", "TEXT NOT NULL DEFAULT ''"),
+}
 """The same of columns: by table, a name and its declaration."""
 
 

@@ -19,6 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
+from rollmesh_learner.members.admission import Registrations
 from rollmesh_learner.members.standing import Record
 from rollmesh_learner.publishing.versions import Versions
 from rollmesh_learner.records import rows
@@ -92,6 +93,14 @@ async def load_records(ledger: Ledger) -> dict[str, Record]:
     """The standing of every node that was ever seen."""
     found = await ledger.fetch("SELECT peer, standing FROM nodes")
     return {str(peer): Record(**json.loads(str(standing))) for peer, standing in found}
+
+
+async def load_registrations(ledger: Ledger, *, per_block: int, now: float, wall_time: float) -> Registrations:
+    """How many new keys each block of addresses has brought; ``now`` and ``wall_time`` are one moment on two clocks."""
+    registrations = Registrations(per_block=per_block)
+    found = await ledger.fetch("SELECT block, first_seen FROM nodes WHERE block != '' ORDER BY first_seen")
+    registrations.recall((str(block), now - max(0.0, wall_time - real(first_seen))) for block, first_seen in found)
+    return registrations
 
 
 async def recall_lease(ledger: Ledger, lease_id: bytes) -> LeaseRecord | None:

@@ -157,12 +157,12 @@ def put_meta(name: str, value: bytes) -> Statement:
     return Statement("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", (name, value))
 
 
-def put_node(peer: str, *, name: str, record: Record, wall_time: float) -> Statement:
-    """A node's standing."""
+def put_node(peer: str, *, name: str, record: Record, wall_time: float, block: str = "") -> Statement:
+    """A node's standing. ``block`` is where its key came from when it was new; it stays as it was first written."""
     return Statement(
-        "INSERT INTO nodes (peer, name, first_seen, standing) VALUES (?, ?, ?, ?)"
+        "INSERT INTO nodes (peer, name, first_seen, standing, block) VALUES (?, ?, ?, ?, ?)"
         " ON CONFLICT (peer) DO UPDATE SET name = excluded.name, standing = excluded.standing",
-        (peer, name, wall_time, json.dumps(asdict(record))),
+        (peer, name, wall_time, json.dumps(asdict(record)), block),
     )
 
 

@@ -28,7 +28,17 @@ from typing import Final, NoReturn, SupportsFloat
 from rollmesh_peer.children import confinement, linux
 from rollmesh_peer.children.child import describe
 from rollmesh_peer.children.confinement import AnswerLimits, Protections
-from rollmesh_peer.children.score import BATCH, NOT_A_NUMBER, RESULT_BYTES, Score, read_results, write_results
+from rollmesh_peer.children.score import (
+    BATCH,
+    FAILED,
+    NOT_A_NUMBER,
+    RESULT_BYTES,
+    TOO_MUCH,
+    TOO_SLOW,
+    Score,
+    read_results,
+    write_results,
+)
 from rollmesh_protocol.environments.interface import Environment, Item
 from rollmesh_protocol.errors import ChildFailed
 
@@ -58,9 +68,9 @@ class Sandbox:
             if together is None and len(some) > 1:
                 for answer in some:
                     alone, reason = self._score_together(environment, item, [answer])
-                    scores += alone or [Score(0.0, f"score failed: {reason}")]
+                    scores += alone or [Score(0.0, FAILED + reason)]
             else:
-                scores += together or [Score(0.0, f"score failed: {reason}")]
+                scores += together or [Score(0.0, FAILED + reason)]
         return scores
 
     def _score_together(
@@ -119,12 +129,12 @@ class Sandbox:
         while _reaped():
             pass
         if timed_out:
-            return b"", f"no reward within {self._limits.wall_s:g} s"
+            return b"", f"{TOO_SLOW} {self._limits.wall_s:g} s"
         return result, "" if result else self._explain(os.waitstatus_to_exitcode(status))
 
     def _explain(self, returncode: int) -> str:
         if returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-            return f"more than {self._limits.cpu_s} s of CPU, or too much memory"
+            return f"{TOO_MUCH} {self._limits.cpu_s} s of CPU, or too much memory"
         how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
         return f"its process ended with {how} and no reward"
 

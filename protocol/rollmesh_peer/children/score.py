@@ -11,6 +11,11 @@ from typing import Final
 REWARD: Final = struct.Struct("<d")
 ERROR_CHARS: Final = 200
 """Of a scorer's exception, type and message: enough to recognise it, too little to fill a log."""
+TOO_SLOW: Final = "no reward within"
+TOO_MUCH: Final = "more than"
+NO_MEMORY: Final = MemoryError.__name__
+"""How the reason begins where an answer used too much: time on the clock, CPU or memory, memory that it was denied."""
+FAILED: Final = "score failed: "
 NOT_A_NUMBER: Final = "score failed: the reward is not a number"
 BATCH: Final = 16
 """Answers that share a process; more would save less than a millisecond each."""
@@ -25,6 +30,11 @@ class Score:
 
     reward: float
     error: str | None = None
+
+    @property
+    def is_over_limits(self) -> bool:
+        """True when scoring ended for the time or the memory that it used."""
+        return (self.error or "").removeprefix(FAILED).startswith((TOO_SLOW, TOO_MUCH, NO_MEMORY))
 
 
 def write_results(outcomes: Sequence[float | str]) -> bytes:

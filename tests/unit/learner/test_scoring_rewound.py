@@ -52,6 +52,7 @@ async def test_what_is_scored_while_the_book_goes_back_is_drawn_for_all_the_same
         judge = Judge(
             book=life.book, ledger=life.ledger, prompter=cast(Supervisor, Reader()),
             sandbox=cast(Supervisor, Reader()), limits=AnswerLimits(), drawer=life.drawer,
+            is_known=lambda _node: True,
         )  # fmt: skip
         judge.life = life
         with trio.fail_after(10):
