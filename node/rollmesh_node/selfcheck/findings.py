@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh_node.journal import Entry
-from rollmesh_protocol.verdicts.logprobs import LogprobLimits, mismatch
+from rollmesh_node.selfcheck.drifting import Drift, drift_of
+from rollmesh_protocol.verdicts.judging import Judging
+from rollmesh_protocol.verdicts.logprobs import mismatch
 from rollmesh_protocol.verdicts.margins import (
     Thresholds,
     Verdict,
@@ -101,6 +103,17 @@ class Checked:
     ends_with_stop: bool
 
 
+def joined(pieces: Sequence[Checked]) -> Checked:
+    """The pieces of one rollout as one, in this order."""
+    return Checked(
+        claimed=np.concatenate([one.claimed for one in pieces]),
+        exact=np.concatenate([one.exact for one in pieces]),
+        again=np.concatenate([one.again for one in pieces]),
+        margins=np.concatenate([one.margins for one in pieces]),
+        ends_with_stop=pieces[-1].ends_with_stop,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """How the tokens of some rollouts lie."""
@@ -124,16 +137,25 @@ class Figures:
     repeat_gap: float
     """The largest difference between two recomputations of the same token."""
     verdict: Verdict
+    """By margins; the drift speaks for itself."""
     why: str
+    drift: Drift | None
+    """None where the run has no such test."""
+
+    @property
+    def is_drifting(self) -> bool:
+        """True when the test for drift has found something, or will."""
+        return self.drift is not None and self.drift.is_found
 
 
-def figures_of(checked: Sequence[Checked], thresholds: Thresholds, limits: LogprobLimits) -> Figures | None:
-    """The figures of these rollouts, and the learner's verdict on them; None of nothing."""
+def figures_of(checked: Sequence[Checked], judging: Judging) -> Figures | None:
+    """The figures of these rollouts, in the order of their making, and the learner's verdict; None of nothing."""
     if not checked:
         return None
     margins = np.concatenate([one.margins for one in checked])
     differences = np.concatenate([one.claimed.astype(np.float64) - one.exact for one in checked])
     gaps = np.abs(differences)
+    thresholds = judging.thresholds
     verdict, why = _judge(checked, thresholds)
     return Figures(
         rollouts=len(checked),
@@ -147,17 +169,23 @@ def figures_of(checked: Sequence[Checked], thresholds: Thresholds, limits: Logpr
         gap_largest=float(gaps.max()),
         shift=float(differences.mean()),
         shift_spread=float(differences.std()),
-        far_rollouts=sum(mismatch(one.claimed, own=one.exact, limits=limits).verdict == "audit" for one in checked),
+        far_rollouts=sum(
+            mismatch(one.claimed, own=one.exact, limits=judging.logprobs).verdict == "audit" for one in checked
+        ),
         repeat_gap=max(float(np.abs(one.exact - one.again).max()) for one in checked),
         verdict=verdict,
         why=why,
+        drift=_drift(checked, judging),
     )
 
 
-def is_odd(checked: Sequence[Checked], thresholds: Thresholds) -> bool:
+def is_odd(checked: Sequence[Checked], judging: Judging) -> bool:
     """True when it is worth asking which other sampler would explain these tokens."""
     margins = np.concatenate([one.margins for one in checked])
-    return bool((margins > thresholds.low_margin).mean() > thresholds.low_share)
+    if (margins > judging.thresholds.low_margin).mean() > judging.thresholds.low_share:
+        return True
+    drift = _drift(checked, judging)
+    return drift is not None and drift.is_found
 
 
 def explain(
@@ -166,9 +194,10 @@ def explain(
     """What is wrong with these rollouts, or None. ``guesses``: the share of tokens that each would make exact."""
     if figures.repeat_gap > UNSTABLE_NATS:
         return Finding(kind="unstable", detail=f"the same token twice, {figures.repeat_gap:.3g} nats apart")
-    if figures.verdict == "pass":
+    if figures.verdict == "pass" and not figures.is_drifting:
         return _explain_logprobs(figures)
-    share = f"{figures.exact_share:.1%} of {figures.tokens} tokens are exact; {figures.why}"
+    why = figures.why or (figures.drift.words if figures.drift is not None else "")
+    share = f"{figures.exact_share:.1%} of {figures.tokens} tokens are exact; {why}"
     best = max(guesses, key=lambda guess: guesses[guess], default=None)
     if best is not None and guesses[best] >= max(GUESS_EXACT, (1 + figures.exact_share) / 2):
         return Finding(
@@ -181,7 +210,7 @@ def explain(
         return Finding(kind="eos", detail=f"only the tokens that end a completion are wrong; {share}")
     if figures.exact_share < SEED_EXACT:
         return Finding(kind="seed", detail=share)
-    return Finding(kind="drift" if figures.verdict == "soft" else "tokens", detail=share)
+    return Finding(kind="tokens" if figures.verdict == "hard" else "drift", detail=share)
 
 
 def explain_both(kept: Finding | None, fresh: Finding | None, *, is_fresh_checked: bool) -> list[Finding]:
@@ -228,6 +257,10 @@ def _explain_logprobs(figures: Figures) -> Finding | None:
 def _only_at_ends(checked: Sequence[Checked], thresholds: Thresholds) -> bool:
     ends = sum(one.ends_with_stop and bool(one.margins[-1] > thresholds.low_margin) for one in checked)
     return ends > 1 and not any((one.margins[:-1] > thresholds.low_margin).any() for one in checked)
+
+
+def _drift(checked: Sequence[Checked], judging: Judging) -> Drift | None:
+    return drift_of([one.margins for one in checked], judging.drift) if judging.drift is not None else None
 
 
 def _judge(checked: Sequence[Checked], thresholds: Thresholds) -> tuple[Verdict, str]:
