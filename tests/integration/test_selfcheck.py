@@ -103,7 +103,7 @@ async def make_home(folder: Path) -> Home:
     return home
 
 
-CALIBRATED = Judging(drift=DriftTest(clip=0.1, reference=0.003, exponent=5.0))
+CALIBRATED = Judging(drift=DriftTest(clip=0.1, reference=0.0003, exponent=30.0))
 """As a calibration on another machine would find it for the tiny model."""
 
 
@@ -178,8 +178,7 @@ async def test_an_honest_node_of_a_calibrated_run_is_told_by_its_limits(home: Ho
     for figures in (report.kept, report.fresh):
         assert figures is not None and figures.drift is not None and figures.drift.score < figures.drift.alarm / 2
     text = as_text(report)
-    assert "limits     this run's calibration" in text and "score 0.0 of 17.5" in text
-    print(text)
+    assert "limits     this run's calibration" in text and "of honest nodes at most 0.0002" in text
 
 
 async def test_a_drift_below_all_margins_is_found_where_the_run_looks_for_one(home: Home) -> None:
@@ -188,7 +187,6 @@ async def test_a_drift_below_all_margins_is_found_where_the_run_looks_for_one(ho
     assert report.verdict == "fine", report
     home.calibrate(CALIBRATED)
     report = await selfcheck(home.order(broken("coarse")))
-    print(as_text(report))
     assert [finding.kind for finding in report.findings] == ["drift"], report
     assert "audited tokens the learner sees a drift" in report.findings[0].detail
 
