@@ -22,14 +22,13 @@ from rollmesh_node.introduction import CARD, RUNS, run_place
 from rollmesh_node.joining import read_card
 from rollmesh_node.journal import JOURNAL, Entry, Notes, read_journal
 from rollmesh_node.memory import engine_bytes
+from rollmesh_node.selfcheck.figures import Figures, figures_of
 from rollmesh_node.selfcheck.findings import (
-    Figures,
     Finding,
     explain,
     explain_both,
     explain_form,
     explain_lateness,
-    figures_of,
 )
 from rollmesh_node.selfcheck.fresh_work import fresh_leases, generate
 from rollmesh_node.selfcheck.pieces import Piece, pieces_of

@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from rollmesh_node.selfcheck.findings import GUESSES, Checked, Guess, is_odd, joined
+from rollmesh_node.selfcheck.figures import Checked, is_odd, joined
+from rollmesh_node.selfcheck.findings import GUESSES, Guess
 from rollmesh_node.selfcheck.pieces import Piece
 from rollmesh_peer.children.launch import ChildSpec, python_argv
 from rollmesh_peer.children.process import Child

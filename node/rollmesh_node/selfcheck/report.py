@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from rollmesh_node.selfcheck.advice import ADVICE
-from rollmesh_node.selfcheck.findings import Figures, Finding
+from rollmesh_node.selfcheck.figures import Figures
+from rollmesh_node.selfcheck.findings import Finding
 from rollmesh_peer.status.words import clean, count
 from rollmesh_protocol.errors import CODES
 from rollmesh_protocol.messages import Standing

@@ -9,17 +9,15 @@ import pytest
 
 from rollmesh_node.journal import Answer, Entry
 from rollmesh_node.selfcheck.advice import ADVICE
+from rollmesh_node.selfcheck.figures import Checked, figures_of, is_odd
 from rollmesh_node.selfcheck.findings import (
     GUESSES,
-    Checked,
     Finding,
     Kind,
     explain,
     explain_both,
     explain_form,
     explain_lateness,
-    figures_of,
-    is_odd,
 )
 from rollmesh_protocol.verdicts.drift import DriftTest
 from rollmesh_protocol.verdicts.judging import Judging

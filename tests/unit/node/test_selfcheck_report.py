@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 
-from rollmesh_node.selfcheck.findings import Figures, explain, figures_of
+from rollmesh_node.selfcheck.figures import Figures, figures_of
+from rollmesh_node.selfcheck.findings import explain
 from rollmesh_node.selfcheck.pieces import Piece
 from rollmesh_node.selfcheck.rechecking import Recomputed
 from rollmesh_node.selfcheck.report import Report, as_json, as_text
