@@ -105,7 +105,6 @@ class _Check:
         self._stop = frozenset(card.stop_tokens)
         self._kept = Recomputed()
         self._fresh = Recomputed()
-        self._fresh_judging = report.judging
 
     # --- what needs no weights ---------------------------------------------------------------------------------------
     def note_entries(self, entries: Sequence[Entry], *, standing: Standing | None) -> list[Rollout]:
@@ -178,7 +177,6 @@ class _Check:
         """Fresh rollouts of the node's own engine, with the weights in ``image``, that pass layer L3."""
         if not self._order.fresh_tokens:
             return []
-        self._judge_fresh(is_made_up=not entries)
         root, version = list(way.roots.items())[-1]
         leases = fresh_leases(entries, card=self._card, root=root, version=max(1, version))
         good: list[Rollout] = []
@@ -202,14 +200,6 @@ class _Check:
         known = {finding.kind for finding in report.findings}
         report.findings += [finding for finding in explain_form(wrong) if finding.kind not in known]
         return good
-
-    def _judge_fresh(self, *, is_made_up: bool) -> None:
-        """Tokens that mean nothing are drawn with more noise than the run's own tasks, on which it was calibrated."""
-        if is_made_up and self._report.judging.drift is not None:
-            self._fresh_judging = replace(self._report.judging, drift=None)
-            self._report.notes.append(
-                "drift of fresh work is looked for once this node has worked on prompts of the run"
-            )
 
     async def _recheck(
         self,
@@ -235,7 +225,7 @@ class _Check:
                 await child.call("load", {"image": str(image)}, deadline_s=LOAD_S)
                 await recheck(child, by_root.get(root, ()), into=self._kept, judging=self._report.judging)
                 if root == newest:
-                    await recheck(child, _pieces(fresh), into=self._fresh, judging=self._fresh_judging)
+                    await recheck(child, _pieces(fresh), into=self._fresh, judging=self._report.judging)
 
     def _model(self) -> dict[str, object]:
         return {"config_json": self._card.model.config.decode(), "layout": self._card.layout.encode()}
@@ -246,9 +236,10 @@ class _Check:
         report = self._report
         explained: list[Finding | None] = []
         told: list[Figures | None] = []
-        for part, judging in ((self._kept, report.judging), (self._fresh, self._fresh_judging)):
-            rollouts, thresholds = part.rollouts, judging.thresholds
-            figures = figures_of(rollouts, judging)
+        thresholds = report.judging.thresholds
+        for part in (self._kept, self._fresh):
+            rollouts = part.rollouts
+            figures = figures_of(rollouts, report.judging)
             told.append(figures)
             explained.append(
                 explain(rollouts, figures, guesses=part.guesses, thresholds=thresholds) if figures else None

@@ -3,7 +3,8 @@
 The alarm is the learner's (:func:`~rollmesh_protocol.verdicts.drift.advance`, over whole rollouts in order, from a
 score of 0). Before it: ``evidence``, the sum of all rollouts' parts, never set back to 0. Of honest rollouts exp of
 each part has a mean of at most 1, so exp(evidence) has too, and by Markov's inequality an honest node comes to
-:data:`SURE` with a probability of exp(-SURE) at most.
+:data:`SURE` with a probability of exp(-SURE) at most. That holds for tasks as those of the calibration; on prompts
+without a meaning honest margins were no larger (SmolLM2: 0.0020 nats a token, and 0.0016 to 0.0022 on its tasks).
 
 Not here: what the drift comes from (:mod:`.findings`, :mod:`.advice`).
 """
