@@ -19,6 +19,7 @@ from rollmesh_peer.weights.durable import write_file
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import ChildFailed, HostError, UsageError
 from rollmesh_protocol.messages import ModelReference, RunCard, RunLimits
+from rollmesh_protocol.verdicts.judging import Judging
 
 _log = logging.getLogger("rollmesh.learner")
 
@@ -88,9 +89,16 @@ async def _begin(ledger: Ledger, publisher: Publisher, hands: Crew, *, exports: 
 
 
 def make_card(
-    config: LearnerConfig, *, run: str, learner: str, model: ModelFolder, base_root: bytes, hands: Crew
+    config: LearnerConfig,
+    *,
+    run: str,
+    learner: str,
+    model: ModelFolder,
+    base_root: bytes,
+    hands: Crew,
+    judging: Judging,
 ) -> RunCard:
-    """What a node is told on joining."""
+    """What a node is told on joining. All but ``judging`` stays as it is for the life of the run."""
     raw = (model.path / CONFIG).read_bytes()
     if len(raw) > limits.MAX_MODEL_CONFIG_BYTES:
         raise UsageError(f"{model.path / CONFIG} has {len(raw)} bytes; {limits.MAX_MODEL_CONFIG_BYTES} are allowed")
@@ -115,6 +123,7 @@ def make_card(
             samples_per_group=config.rollouts.samples_per_group,
         ),
         swap_modes=config.leases.swap_modes,
+        checks=judging.as_checks,
     )
 
 

@@ -128,7 +128,10 @@ async def run_learner(
                 ),
             ):
                 base_root = await begin(ledger, publisher, hands, exports=exports)
-                card = make_card(config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands)
+                card = make_card(
+                    config, run=run, learner=identity.peer, model=model, base_root=base_root, hands=hands,
+                    judging=terms.judging(config, drift=drift),
+                )  # fmt: skip
                 learner = _Learner(
                     config, folder=folder, identity=identity, ledger=ledger, hands=hands, publisher=publisher,
                     archive=archive, exports=exports, card=card, software=software,

@@ -19,6 +19,8 @@ from rollmesh_learner.work.leasing import LeaseTerms
 from rollmesh_protocol.lease import SwapMode
 from rollmesh_protocol.messages import RunCard
 from rollmesh_protocol.verdicts.drift import DriftTest
+from rollmesh_protocol.verdicts.judging import Judging
+from rollmesh_protocol.verdicts.logprobs import LogprobLimits
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 
@@ -104,6 +106,11 @@ def standing_rules(config: LearnerConfig) -> StandingRules:
 def thresholds(config: LearnerConfig) -> Thresholds:
     """Where honest noise ends."""
     return config.audit.to(Thresholds)
+
+
+def judging(config: LearnerConfig, *, drift: DriftTest | None) -> Judging:
+    """How this run judges sampling, for its card: what the auditor and the trainer are given."""
+    return Judging(thresholds=thresholds(config), drift=drift, logprobs=config.trust.to(LogprobLimits))
 
 
 def margin_book(

@@ -174,7 +174,7 @@ class _Node:
             addresses=lambda: mesh.addresses,
         )
         report.membership = membership = Membership(
-            uplink, node=self._identity.peer, hello=introduction.hello, check=introduction.check
+            uplink, node=self._identity.peer, hello=introduction.hello, check=introduction.check, pin=introduction.pin
         )
         report.doing = "admission to the run"
         try:

@@ -65,17 +65,20 @@ class Introduction:
         )
 
     def check(self, card: RunCard) -> None:
-        """Hold the volunteer's limits and this machine's memory against the card, and the card against the last time.
+        """Hold the volunteer's limits and this machine's memory against the card.
 
         Raises:
             Refused: ``card.limits`` or ``card.model``.
-            HostError: the model does not fit into memory, or the disk failed.
+            HostError: the model does not fit into memory.
         """
         check_card(card, self.own)
         free = free_bytes()
         if self.engine is not None and self.engine.is_model and free is not None:
             needed = engine_bytes(card.layout, on_cpu=self.engine.declared.device == "cpu")
             check_memory(card, free_bytes=free, needed_bytes=needed)
+
+    def pin(self, card: RunCard) -> None:
+        """Hold the card against the last time, and keep it: see :func:`~rollmesh_node.joining.pin_card`."""
         pin_card(card, self.run_folder(card) / CARD)
 
     def show(self, card: RunCard) -> None:

@@ -1,9 +1,10 @@
 """How a node joins a run and stays a member: hello, the run card, and the pass that other peers ask for.
 
 The invariants: the card is the word of the very learner that the join line names; it has passed this node's own limits
-before anything is downloaded; and it never changes while the node takes part, over restarts neither. A learner that
-restarts has forgotten us, so hello is said again after every new connection, whenever the learner says that it does not
-know us, and before the pass grows old.
+before anything is downloaded; and it never changes while the node takes part, over restarts neither, but for how the
+run judges sampling: a learner that was calibrated anew says so. A learner that restarts has forgotten us, so hello is
+said again after every new connection, whenever the learner says that it does not know us, and before the pass grows
+old.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class Membership:
-    """One node's membership of one run. :meth:`join` first, then :meth:`keep` in a nursery."""
+    """One node's membership of one run. :meth:`join` first, then :meth:`keep` in a nursery.
+
+    ``check`` is asked of the first card, before anything else; ``pin`` writes it down, and each that replaces it. Both
+    raise for a card that is not to be.
+    """
 
     def __init__(
         self,
@@ -46,11 +51,13 @@ class Membership:
         node: str,
         hello: Callable[[], Hello],
         check: Callable[[RunCard], None],
+        pin: Callable[[RunCard], None],
     ) -> None:
         self._uplink = uplink
         self._node = node
         self._hello = hello
         self._check = check
+        self._pin = pin
         self._card: RunCard | None = None
         self._admission = b""
         self._issued_version = 0
@@ -155,7 +162,7 @@ class Membership:
         card = open_card(welcome.card, learner=self._uplink.learner)
         if self._card is None:
             self._check(card)
-        elif card != self._card:
+        elif not card.is_same_run(self._card):
             raise Refused("card.model", _changed(self._card, card))
         envelope = Envelope.decode(welcome.admission, limit=limits.SMALL_BYTES)
         issued = Pass.decode(
@@ -163,6 +170,8 @@ class Membership:
         )
         if issued.peer != self._node:
             raise Refused("envelope.key", "the pass that the learner gave is for another peer")
+        if card != self._card:
+            self._pin(card)
         self._card = card
         self._admission = welcome.admission
         self._issued_version = issued.issued_version
@@ -186,26 +195,43 @@ def open_card(sealed: bytes, *, learner: str) -> RunCard:
 
 
 def pin_card(card: RunCard, file: Path) -> None:
-    """Write the card down the first time, and compare with it ever after.
+    """Write the card down the first time, and compare with it ever after. One that only judges otherwise replaces it.
 
     Raises:
         Refused: ``card.model`` when the run had another card before.
-        HostError: the disk failed.
+        HostError: it cannot be written the first time, or not be read.
     """
-    body = card.encode()
-    try:
-        known = file.read_bytes()
-    except FileNotFoundError:
-        write_file(file, body)
-        return
-    except OSError as error:
-        raise HostError(f"the run card {file} cannot be read: {error.strerror}") from error
-    if known != body:
+    known = read_card(file)
+    if known is None:
+        write_file(file, card.encode())
+    elif not known.is_same_run(card):
         raise Refused(
             "card.model",
             f"the learner shows another card for the run {card.run!r} than the last time, which an honest one never "
             f"does; to join anyway, delete {file.parent}",
         )
+    elif known != card:
+        _replace_card(card, file)
+
+
+def _replace_card(card: RunCard, file: Path) -> None:
+    """Only a selfcheck reads what is new in it: a full disk must not end a node that works."""
+    try:
+        write_file(file, card.encode())
+    except HostError as error:
+        event(_log, "the run judges otherwise than before, which could not be kept", why=error.detail)
+
+
+def read_card(file: Path) -> RunCard | None:
+    """The card that :func:`pin_card` wrote down, None before that; ``HostError`` for a file that cannot be read."""
+    try:
+        return RunCard.decode(file.read_bytes(), limit=limits.CARD_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise HostError(f"the run card {file} cannot be read: {error.strerror}") from error
+    except Refused as refusal:
+        raise HostError(f"the run card {file} is damaged; the learner gives it anew once it is deleted") from refusal
 
 
 def _changed(before: RunCard, after: RunCard) -> str:

@@ -28,6 +28,8 @@ LeaseId = Annotated[bytes, Field(min_length=LEASE_ID_BYTES, max_length=LEASE_ID_
 Peer = Annotated[str, Field(min_length=1, max_length=2 * PEER_ID_CHARS)]
 Sentence = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARS)]
 Address = Annotated[str, Field(min_length=1, max_length=MAX_ADDRESS_CHARS)]
+Nats = Annotated[float, Field(gt=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Sealed = Annotated[bytes, Field(min_length=1)]
 """An encoded envelope; opened, and so verified, before anything in it is used."""
 
@@ -101,8 +103,64 @@ class RunLimits(Record):
     samples_per_group: int = Field(ge=1, le=limits.MAX_SAMPLES_PER_GROUP)
 
 
+class MarginChecks(Record):
+    """Where honest margins end, nats (``verdicts.margins.Thresholds``)."""
+
+    any_margin: Nats
+    """One token above this fails the node."""
+    high_margin: Nats
+    high_in_one: int = Field(ge=1, le=1000)
+    """So many tokens above `high_margin` in one rollout fail it."""
+    low_margin: Nats
+    window_tokens: int = Field(ge=1, le=10_000_000)
+    """Shares are taken over a node's last audited tokens, and over no fewer than this."""
+    high_share: Share
+    """A larger share above `high_margin` fails it."""
+    low_share: Share
+    """A larger share above `low_margin` halves its good record."""
+
+
+class DriftCheck(Record):
+    """The sequential test of a calibrated run (``verdicts.drift.DriftTest``).
+
+    Each audited rollout of n tokens adds exponent * (sum of min(margin, clip) - reference * n) to a node's score, which
+    never falls below 0.
+    """
+
+    clip: Nats
+    reference: Nats
+    exponent: float = Field(ge=0, le=1000)
+    """Per nat; 0 where the calibration was too small to say anything: the test then never alarms."""
+    alarm: float = Field(gt=0, le=1000)
+    """At this score the node has drifted, and the score starts again."""
+
+
+class LogprobChecks(Record):
+    """From where on claimed log-probabilities send a rollout to the auditor (``verdicts.logprobs.LogprobLimits``)."""
+
+    median: float = Field(gt=0, le=10)
+    """Of exp(abs(difference)) - 1 over the rollout's tokens."""
+    kl: Nats
+    """Mean k3 estimate over them."""
+    least_ratio: float = Field(gt=0, le=1)
+    """Smallest probability ratio of one token."""
+
+
+class Checks(Record):
+    """How the learner judges sampling, so that a node can judge its own.
+
+    Nothing in it is secret: code and method of calibration are public, and what is honest passes whoever knows the
+    limits. A class of engines that the learner has come to know may be held to tighter margins than these.
+    """
+
+    margins: MarginChecks
+    drift: DriftCheck | None
+    """None: the run has no calibration."""
+    logprobs: LogprobChecks
+
+
 class RunCard(Record):
-    """What a node is told on joining. Fixed for the life of the run; signed by the learner."""
+    """What a node is told on joining. Fixed for the life of the run, but for `checks`; signed by the learner."""
 
     max_items: ClassVar[int] = limits.MAX_CARD_ITEMS
 
@@ -119,6 +177,12 @@ class RunCard(Record):
     environments: tuple[Annotated[str, Field(max_length=128)], ...] = Field(max_length=64)
     limits: RunLimits
     swap_modes: tuple[SwapMode, ...] = Field(min_length=1, max_length=2)
+    checks: Checks | None = None
+    """May be missing; missing or nil: the defaults. Changes at a start of the learner, after a calibration."""
+
+    def is_same_run(self, other: RunCard) -> bool:
+        """True when the two say the same of the run, however it judges."""
+        return self.model_copy(update={"checks": None}) == other.model_copy(update={"checks": None})
 
 
 # --- work ------------------------------------------------------------------------------------------------------------

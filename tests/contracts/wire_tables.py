@@ -29,6 +29,7 @@ RECORDS: dict[str, tuple[type[Record], ...]] = {
     "Joining": (
         messages.Hello, messages.EngineInfo, messages.Invite, messages.Welcome, messages.Head, messages.Pass,
         messages.RunCard, messages.ModelReference, layout.Layout, layout.TensorSpec, messages.RunLimits,
+        messages.Checks, messages.MarginChecks, messages.DriftCheck, messages.LogprobChecks,
     ),
     "Work": (
         messages.LeaseRequest, messages.LeaseAnswer, messages.Wait, messages.Standing, lease.Lease, lease.LeasedSample,

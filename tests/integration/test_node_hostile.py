@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh_node.introduction import CARD, run_place
+from rollmesh_node.joining import read_card
 from rollmesh_protocol.envelope import seal
 from rollmesh_protocol.layout import Layout, TensorSpec
 from rollmesh_protocol.messages import Standing, Wait
+from rollmesh_protocol.verdicts.drift import DriftTest
+from rollmesh_protocol.verdicts.judging import Judging
 from tests.integration.nodes import open_learner, start_node, wait_for
 from tests.unit.node.cards import LEARNER, RUN, STRANGER, make_card
 
@@ -59,6 +63,18 @@ async def test_a_run_never_changes_its_card_not_even_over_a_restart(tmp_path: Pa
         with start_node(tmp_path / "home", learner.mesh.addresses[0]) as node:
             assert await node.wait() == 1
             assert "another card for the run" in node.log
+
+
+async def test_a_learner_that_was_calibrated_is_followed_over_a_restart(tmp_path: Path) -> None:
+    async with open_learner(tmp_path / "learner") as learner:
+        with start_node(tmp_path / "home", learner.mesh.addresses[0]):
+            await wait_for(learner, lambda seen: seen.heard.accepted)
+        card = make_card(checks=Judging(drift=DriftTest(clip=0.3, reference=0.005, exponent=4.0)).as_checks)
+        learner.script.card_bytes = seal(card.encode(), run=RUN, kind="card", identity=LEARNER).encode()
+        before = len(learner.heard.accepted)
+        with start_node(tmp_path / "home", learner.mesh.addresses[0]) as node:
+            await wait_for(learner, lambda seen: len(seen.heard.accepted) > before)
+            assert read_card(run_place(node.folder, learner=LEARNER.peer, run=RUN) / CARD) == card
 
 
 @pytest.mark.parametrize(

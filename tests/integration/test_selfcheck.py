@@ -15,6 +15,7 @@ import trio
 from rollmesh_node.config import Engine
 from rollmesh_node.engine_setting import choose_engine
 from rollmesh_node.introduction import CARD, run_place
+from rollmesh_node.joining import pin_card
 from rollmesh_node.journal import JOURNAL, Journal, read_journal, write_journal
 from rollmesh_node.selfcheck import check as selfcheck_module
 from rollmesh_node.selfcheck.check import Order, selfcheck
@@ -30,6 +31,8 @@ from rollmesh_peer.weights.workshop import open_workshop
 from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError
 from rollmesh_protocol.messages import Standing
+from rollmesh_protocol.verdicts.drift import DriftTest
+from rollmesh_protocol.verdicts.judging import Judging
 from tests.unit.node.cards import LEARNER, RUN, make_card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,6 +73,10 @@ class Home:
             journal.answered(lease.lease_id, accepted=len(result.samples))
         write_journal(self.folder / JOURNAL, journal.notes)
 
+    def calibrate(self, judging: Judging) -> None:
+        """As a node that was told so at its last hello."""
+        pin_card(self.card.model_copy(update={"checks": judging.as_checks}), self.place / CARD)
+
     def order(self, setting=SETTING, **fields) -> Order:
         return Order(**{"folder": self.folder, "engine": setting, "ram_folder": None, "fresh_tokens": TOKENS} | fields)
 
@@ -94,6 +101,10 @@ async def make_home(folder: Path) -> Home:
         async with keeping as keeper:
             await keeper.adopt_base(image, expected_root=root, version=1, step=1)
     return home
+
+
+CALIBRATED = Judging(drift=DriftTest(clip=0.1, reference=0.0003, exponent=30.0))
+"""As a calibration on another machine would find it for the tiny model."""
 
 
 async def make_busy_home(folder: Path) -> Home:
@@ -133,6 +144,7 @@ async def test_an_honest_node_is_told_so_and_nothing_is_changed(home: Home) -> N
     assert contents(home.folder) == before
     text = as_text(report)
     assert "fine: what this node makes passes" in text and len(text.splitlines()) < 40
+    assert "limits     defaults: the run has no calibration" in text
     told = json.loads(as_json(report))
     assert told["verdict"] == "fine" and told["kept"]["tokens"] == report.kept.tokens
 
@@ -157,6 +169,26 @@ async def test_a_broken_engine_is_named_by_its_fresh_work(home: Home, how: str, 
     assert words in report.findings[0].detail and report.verdict == "wrong"
     text = as_text(report)
     assert "something is wrong" in text and "  likely" in text and "  do" in text
+
+
+async def test_an_honest_node_of_a_calibrated_run_is_told_by_its_limits(home: Home) -> None:
+    home.calibrate(CALIBRATED)
+    report = await selfcheck(home.order())
+    assert report.verdict == "fine", report
+    for figures in (report.kept, report.fresh):
+        assert figures is not None and figures.drift is not None and figures.drift.score < figures.drift.alarm / 2
+    text = as_text(report)
+    assert "limits     this run's calibration" in text and "of honest nodes at most 0.0002" in text
+
+
+async def test_a_drift_below_all_margins_is_found_where_the_run_looks_for_one(home: Home) -> None:
+    await home.work(broken("coarse"))
+    report = await selfcheck(home.order(broken("coarse")))
+    assert report.verdict == "fine", report
+    home.calibrate(CALIBRATED)
+    report = await selfcheck(home.order(broken("coarse")))
+    assert [finding.kind for finding in report.findings] == ["drift"], report
+    assert "audited tokens the learner sees a drift" in report.findings[0].detail
 
 
 async def test_old_work_of_an_engine_that_was_mended_is_told_apart(home: Home) -> None:
@@ -185,8 +217,10 @@ async def test_results_that_were_altered_afterwards_are_not_right(home: Home) ->
 
 async def test_without_a_journal_the_engine_is_checked_with_made_up_prompts(home: Home) -> None:
     (home.folder / JOURNAL).unlink()
+    home.calibrate(CALIBRATED)
     report = await selfcheck(home.order())
     assert report.verdict == "fine" and report.kept is None and report.fresh is not None
+    assert report.fresh.drift is not None
     assert report.notes == ["this node has kept no results yet"]
 
 

@@ -50,20 +50,24 @@ DRAWS = {
 }
 
 
+LEVELS = {"weights": 7, "coarse": 127}
+"""Above zero: weights in 4 bits, and in 8."""
+
+
 def load_coarsely(*arguments, load_model=transformers_backend.load_model, **options):
-    """Weights in 4 bits, one scale a row."""
+    """Weights in few bits, one scale a row."""
     model = load_model(*arguments, **options)
     with torch.no_grad():
         for tensor in weights_of(model).values():
             if tensor.ndim == 2:
-                scale = tensor.abs().amax(-1, keepdim=True) / 7
+                scale = tensor.abs().amax(-1, keepdim=True) / LEVELS[how]
                 tensor.copy_((tensor / scale).round() * scale)
     return model
 
 
 if __name__ == "__main__":
     how = sys.argv[sys.argv.index("--how") + 1]
-    if how == "weights":
+    if how in LEVELS:
         transformers_backend.load_model = load_coarsely
     else:
         decoding.draw = DRAWS[how]

@@ -68,11 +68,11 @@ class Calibration(_Record):
     low_margin: float = Field(gt=0, le=100)
     high_margin: float = Field(gt=0, le=100)
     any_margin: float = Field(gt=0, le=100)
-    drift_clip: float = Field(gt=0)
-    drift_reference: float = Field(gt=0)
-    drift_exponent: float = Field(ge=0)
+    drift_clip: float = Field(gt=0, le=100)
+    drift_reference: float = Field(gt=0, le=100)
+    drift_exponent: float = Field(ge=0, le=1000)
     """0 where there were too few rollouts: the test then never alarms."""
-    drift_alarm: float = Field(gt=0)
+    drift_alarm: float = Field(gt=0, le=1000)
     delta: float = Field(gt=0, le=10)
     cells: tuple[CellFigures, ...]
     left_out: tuple[str, ...] = ()

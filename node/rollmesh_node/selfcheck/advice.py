@@ -89,8 +89,9 @@ ADVICE: Final[Mapping[Kind, Advice]] = {
     ),
     "drift": Advice(
         "over many tokens the sampling is further from these weights than honest engines are",
-        "8-bit weights, fp16 or fp8 arithmetic, a temperature close to 1, or a GPU that is sometimes wrong",
-        f"set engine.dtype=bfloat16, switch quantisation off; {_DEFAULTS}",
+        "weights in 8 bits or some versions old, fp16 or fp8 arithmetic, a temperature close to 1, top-p, or an "
+        "overclocked GPU that is sometimes wrong",
+        f"set engine.dtype=bfloat16, switch quantisation and sampling settings off; {_DEFAULTS}",
     ),
     "unstable": Advice(
         "this machine does not give the same numbers twice",

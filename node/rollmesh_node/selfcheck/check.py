@@ -11,7 +11,7 @@ computes at a time. What cannot be checked is said, with its reason, and never t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +19,16 @@ import trio
 
 from rollmesh_node.generator import LOAD_S, EngineSetting
 from rollmesh_node.introduction import CARD, RUNS, run_place
+from rollmesh_node.joining import read_card
 from rollmesh_node.journal import JOURNAL, Entry, Notes, read_journal
 from rollmesh_node.memory import engine_bytes
+from rollmesh_node.selfcheck.figures import Figures, figures_of
 from rollmesh_node.selfcheck.findings import (
-    Figures,
     Finding,
     explain,
     explain_both,
     explain_form,
     explain_lateness,
-    figures_of,
 )
 from rollmesh_node.selfcheck.fresh_work import fresh_leases, generate
 from rollmesh_node.selfcheck.pieces import Piece, pieces_of
@@ -37,12 +37,11 @@ from rollmesh_node.selfcheck.report import Report
 from rollmesh_peer.children.process import open_child
 from rollmesh_peer.free_memory import free_bytes
 from rollmesh_peer.weights.copies import Copies, Way, find_way, open_copies, working_files
-from rollmesh_protocol import limits
 from rollmesh_protocol.errors import HostError, Refused, RollmeshError
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.messages import RunCard, Standing
 from rollmesh_protocol.rollout import Result, Rollout, check_result
-from rollmesh_protocol.verdicts.logprobs import LogprobLimits
+from rollmesh_protocol.verdicts.judging import Judging
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 FRESH_TOKENS: Final = 1000
@@ -55,13 +54,15 @@ COPIES: Final = "selfcheck"
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is to be checked, and how. ``engine`` is the node's own; ``recheck_device`` empty: that of the engine."""
+    """What is to be checked, and how. ``engine`` is the node's own; ``recheck_device`` empty: that of the engine.
+
+    ``thresholds`` take the place of those of the run card.
+    """
 
     folder: Path
     engine: EngineSetting
     ram_folder: Path | None
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    logprob_limits: LogprobLimits = field(default_factory=LogprobLimits)
+    thresholds: Thresholds | None = None
     fresh_tokens: int = FRESH_TOKENS
     """0 for none."""
     recheck_device: str = ""
@@ -69,7 +70,7 @@ class Order:
 
 async def selfcheck(order: Order) -> Report:
     """Check what there is to check; what cannot be is among the report's notes."""
-    report = Report(thresholds=order.thresholds)
+    report = Report()
     try:
         notes = await trio.to_thread.run_sync(read_journal, order.folder / JOURNAL)
         if notes is None:
@@ -79,6 +80,9 @@ async def selfcheck(order: Order) -> Report:
         report.notes.append(error.detail)
     place, card = await trio.to_thread.run_sync(_find_run, order.folder, notes)
     report.run = card.name or card.run
+    report.judging = Judging.read(card.checks)
+    if order.thresholds is not None:
+        report.judging = replace(report.judging, thresholds=order.thresholds)
     check = _Check(order, card=card, place=place, report=report)
     entries = notes.entries if notes is not None else ()
     good = check.note_entries(entries, standing=notes.standing if notes is not None else None)
@@ -219,10 +223,9 @@ class _Check:
             for root in roots:
                 image = await copies.make(root) if root != newest else copies.file
                 await child.call("load", {"image": str(image)}, deadline_s=LOAD_S)
-                await recheck(child, by_root.get(root, ()), into=self._kept, thresholds=order.thresholds)
+                await recheck(child, by_root.get(root, ()), into=self._kept, judging=self._report.judging)
                 if root == newest:
-                    pieces = [piece for rollout in fresh for piece in pieces_of(rollout)]
-                    await recheck(child, pieces, into=self._fresh, thresholds=order.thresholds)
+                    await recheck(child, _pieces(fresh), into=self._fresh, judging=self._report.judging)
 
     def _model(self) -> dict[str, object]:
         return {"config_json": self._card.model.config.decode(), "layout": self._card.layout.encode()}
@@ -230,14 +233,16 @@ class _Check:
     # --- what it comes to --------------------------------------------------------------------------------------------
     def conclude(self) -> None:
         """Put figures and findings into the report."""
-        report, thresholds = self._report, self._order.thresholds
+        report = self._report
         explained: list[Finding | None] = []
         told: list[Figures | None] = []
+        thresholds = report.judging.thresholds
         for part in (self._kept, self._fresh):
-            figures = figures_of(part.checked, thresholds, self._order.logprob_limits)
+            rollouts = part.rollouts
+            figures = figures_of(rollouts, report.judging)
             told.append(figures)
             explained.append(
-                explain(part.checked, figures, guesses=part.guesses, thresholds=thresholds) if figures else None
+                explain(rollouts, figures, guesses=part.guesses, thresholds=thresholds) if figures else None
             )
         report.kept, report.fresh = told
         known = {finding.kind for finding in report.findings}
@@ -254,17 +259,21 @@ def _find_run(folder: Path, notes: Notes | None) -> tuple[Path, RunCard]:
         places = [path.parent for path in sorted(cards, key=lambda path: path.parent.stat().st_mtime)]
     if not places:
         raise HostError(f"the node in {folder} has not taken part in any run yet: let it join one first")
-    try:
-        return places[-1], RunCard.decode((places[-1] / CARD).read_bytes(), limit=limits.CARD_BYTES)
-    except (OSError, Refused) as error:
-        raise HostError(f"the run card {places[-1] / CARD} cannot be read: {error}") from error
+    card = read_card(places[-1] / CARD)
+    if card is None:
+        raise HostError(f"the run card {places[-1] / CARD} is not there: let the node join the run again")
+    return places[-1], card
+
+
+def _pieces(rollouts: Sequence[Rollout]) -> list[Piece]:
+    return [piece for number, rollout in enumerate(rollouts) for piece in pieces_of(rollout, number=number)]
 
 
 def _by_root(rollouts: Sequence[Rollout], way: Way) -> dict[bytes, list[Piece]]:
     """The pieces that can be recomputed, by root: of the versions at hand the ones with the most, and the newest."""
     at_hand = way.roots
     found: dict[bytes, list[Piece]] = {root: [] for root in reversed(at_hand)}
-    for piece in (piece for rollout in rollouts for piece in pieces_of(rollout)):
+    for piece in _pieces(rollouts):
         if piece.root in found:
             found[piece.root].append(piece)
     chosen = sorted(found, key=lambda root: len(found[root]), reverse=True)[:MOST_ROOTS]

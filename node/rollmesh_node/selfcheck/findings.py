@@ -1,8 +1,8 @@
 """What the figures of a selfcheck say is wrong with a node: pure, and by the learner's own verdicts.
 
-Whether something is wrong is decided by the functions that the learner decides with (``rollmesh_protocol.verdicts``).
-What it is, is named here from how margins and log-probabilities lie, and from what another sampler would have drawn:
-a :class:`Guess` that makes the claimed tokens exact again is what the engine did. The words are in ``advice``.
+Whether something is wrong is decided in :mod:`.figures`, as the learner does it. What it is, is named here from how
+margins and log-probabilities lie, and from what another sampler would have drawn: a :class:`Guess` that makes the
+claimed tokens exact again is what the engine did. The words are in ``advice``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rollmesh_node.journal import Entry
-from rollmesh_protocol.verdicts.logprobs import LogprobLimits, mismatch
-from rollmesh_protocol.verdicts.margins import (
-    Thresholds,
-    Verdict,
-    count_margins,
-    judge_rollout,
-    judge_window,
-    keep_recent,
-)
+from rollmesh_node.selfcheck.figures import Checked, Figures
+from rollmesh_protocol.verdicts.margins import Thresholds
 
 Kind = Literal[
     "not_finite", "eos", "form", "temperature", "greedy", "truncation", "seed", "weights", "quantised", "stale",
@@ -89,86 +79,16 @@ class Finding:
     detail: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Checked:
-    """One rollout, recomputed twice. Arrays are float32 [tokens]; log-probabilities and margins in nats."""
-
-    claimed: NDArray[np.float32]
-    exact: NDArray[np.float32]
-    again: NDArray[np.float32]
-    """``exact`` a second time."""
-    margins: NDArray[np.float32]
-    ends_with_stop: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """How the tokens of some rollouts lie."""
-
-    rollouts: int
-    tokens: int
-    exact_share: float
-    largest_margin: float
-    low_share: float
-    high_share: float
-    gap_median: float
-    """Of the absolute differences between claimed and recomputed log-probabilities, nats."""
-    gap_p99: float
-    gap_largest: float
-    shift: float
-    """Their mean with sign, claimed - recomputed."""
-    shift_spread: float
-    """Their standard deviation."""
-    far_rollouts: int
-    """Rollouts whose log-probabilities the learner would have audited (layer L4)."""
-    repeat_gap: float
-    """The largest difference between two recomputations of the same token."""
-    verdict: Verdict
-    why: str
-
-
-def figures_of(checked: Sequence[Checked], thresholds: Thresholds, limits: LogprobLimits) -> Figures | None:
-    """The figures of these rollouts, and the learner's verdict on them; None of nothing."""
-    if not checked:
-        return None
-    margins = np.concatenate([one.margins for one in checked])
-    differences = np.concatenate([one.claimed.astype(np.float64) - one.exact for one in checked])
-    gaps = np.abs(differences)
-    verdict, why = _judge(checked, thresholds)
-    return Figures(
-        rollouts=len(checked),
-        tokens=margins.size,
-        exact_share=float((margins == 0).mean()),
-        largest_margin=float(margins.max()),
-        low_share=float((margins > thresholds.low_margin).mean()),
-        high_share=float((margins > thresholds.high_margin).mean()),
-        gap_median=float(np.median(gaps)),
-        gap_p99=float(np.quantile(gaps, 0.99)),
-        gap_largest=float(gaps.max()),
-        shift=float(differences.mean()),
-        shift_spread=float(differences.std()),
-        far_rollouts=sum(mismatch(one.claimed, own=one.exact, limits=limits).verdict == "audit" for one in checked),
-        repeat_gap=max(float(np.abs(one.exact - one.again).max()) for one in checked),
-        verdict=verdict,
-        why=why,
-    )
-
-
-def is_odd(checked: Sequence[Checked], thresholds: Thresholds) -> bool:
-    """True when it is worth asking which other sampler would explain these tokens."""
-    margins = np.concatenate([one.margins for one in checked])
-    return bool((margins > thresholds.low_margin).mean() > thresholds.low_share)
-
-
 def explain(
     checked: Sequence[Checked], figures: Figures, *, guesses: Mapping[Guess, float], thresholds: Thresholds
 ) -> Finding | None:
     """What is wrong with these rollouts, or None. ``guesses``: the share of tokens that each would make exact."""
     if figures.repeat_gap > UNSTABLE_NATS:
         return Finding(kind="unstable", detail=f"the same token twice, {figures.repeat_gap:.3g} nats apart")
-    if figures.verdict == "pass":
+    if figures.verdict == "pass" and not figures.is_drifting:
         return _explain_logprobs(figures)
-    share = f"{figures.exact_share:.1%} of {figures.tokens} tokens are exact; {figures.why}"
+    why = figures.why or (figures.drift.words if figures.drift is not None else "")
+    share = f"{figures.exact_share:.1%} of {figures.tokens} tokens are exact; {why}"
     best = max(guesses, key=lambda guess: guesses[guess], default=None)
     if best is not None and guesses[best] >= max(GUESS_EXACT, (1 + figures.exact_share) / 2):
         return Finding(
@@ -181,7 +101,7 @@ def explain(
         return Finding(kind="eos", detail=f"only the tokens that end a completion are wrong; {share}")
     if figures.exact_share < SEED_EXACT:
         return Finding(kind="seed", detail=share)
-    return Finding(kind="drift" if figures.verdict == "soft" else "tokens", detail=share)
+    return Finding(kind="tokens" if figures.verdict == "hard" else "drift", detail=share)
 
 
 def explain_both(kept: Finding | None, fresh: Finding | None, *, is_fresh_checked: bool) -> list[Finding]:
@@ -228,21 +148,3 @@ def _explain_logprobs(figures: Figures) -> Finding | None:
 def _only_at_ends(checked: Sequence[Checked], thresholds: Thresholds) -> bool:
     ends = sum(one.ends_with_stop and bool(one.margins[-1] > thresholds.low_margin) for one in checked)
     return ends > 1 and not any((one.margins[:-1] > thresholds.low_margin).any() for one in checked)
-
-
-def _judge(checked: Sequence[Checked], thresholds: Thresholds) -> tuple[Verdict, str]:
-    """The worst that the learner would have said, had it audited all of these."""
-    recent: list[tuple[int, int, int]] = []
-    worst: tuple[Verdict, str] = ("pass", "")
-    for one in checked:
-        figures = count_margins(one.margins, thresholds)
-        verdict, why = judge_rollout(figures, thresholds)
-        if verdict == "pass":
-            recent.append((figures.tokens, figures.over_low, figures.over_high))
-            keep_recent(recent, thresholds)
-            verdict, why = judge_window(recent, thresholds)
-        if verdict == "hard":
-            return verdict, why
-        if verdict == "soft":
-            worst = verdict, why
-    return worst

@@ -28,9 +28,11 @@ class Piece:
     first: int
     """The place of its first token in the completion."""
     ends_with_stop: bool
+    number: int
+    """Of its rollout, in the order in which rollouts were made."""
 
 
-def pieces_of(rollout: Rollout) -> list[Piece]:
+def pieces_of(rollout: Rollout, *, number: int = 0) -> list[Piece]:
     """One piece for each segment."""
     firsts = [segment.first_token for segment in rollout.segments]
     spans = pairwise([*firsts, len(rollout.tokens)])
@@ -43,6 +45,7 @@ def pieces_of(rollout: Rollout) -> list[Piece]:
             seed=rollout.seed,
             first=first,
             ends_with_stop=rollout.finish == "stop" and end == len(rollout.tokens),
+            number=number,
         )
         for segment, (first, end) in zip(rollout.segments, spans, strict=True)
     ]

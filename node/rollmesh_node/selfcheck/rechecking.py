@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 
-from rollmesh_node.selfcheck.findings import GUESSES, Checked, Guess, is_odd
+from rollmesh_node.selfcheck.figures import Checked, is_odd, joined
+from rollmesh_node.selfcheck.findings import GUESSES, Guess
 from rollmesh_node.selfcheck.pieces import Piece
 from rollmesh_peer.children.launch import ChildSpec, python_argv
 from rollmesh_peer.children.process import Child
 from rollmesh_protocol.errors import ChildFailed
-from rollmesh_protocol.verdicts.margins import Thresholds
+from rollmesh_protocol.verdicts.judging import Judging
 
 GUESS_PIECES: Final = 16
 """Pieces that guesses are tried on: each guess is a forward pass over them."""
@@ -31,11 +33,18 @@ NICE: Final = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recomputed:
-    """Rollouts of one kind, and which samplers would explain them: exact tokens by guess, of ``asked`` tokens."""
+    """Work of one kind, and which samplers would explain it: exact tokens by guess, of ``asked`` tokens."""
 
-    checked: list[Checked] = field(default_factory=list)
+    pieces: list[tuple[Piece, Checked]] = field(default_factory=list)
     exact: Counter[Guess] = field(default_factory=Counter)
     asked: Counter[Guess] = field(default_factory=Counter)
+
+    @property
+    def rollouts(self) -> list[Checked]:
+        """In the order in which they were made, each of all its pieces that could be recomputed."""
+        ordered = sorted(self.pieces, key=lambda one: (one[0].number, one[0].first))
+        grouped = groupby(ordered, key=lambda one: one[0].number)
+        return [joined([checked for _, checked in pieces]) for _, pieces in grouped]
 
     @property
     def guesses(self) -> Mapping[Guess, float]:
@@ -48,7 +57,7 @@ def recheck_spec(engine: ChildSpec) -> ChildSpec:
     return replace(engine, name="recheck", argv=python_argv("rollmesh_node.engine.recheck"), nice=NICE)
 
 
-async def recheck(child: Child, pieces: Sequence[Piece], *, into: Recomputed, thresholds: Thresholds) -> None:
+async def recheck(child: Child, pieces: Sequence[Piece], *, into: Recomputed, judging: Judging) -> None:
     """Recompute pieces of the root that is loaded, twice; and where they are odd, what would explain them."""
     checked: list[Checked] = []
     for start in range(0, len(pieces), AT_ONCE):
@@ -61,8 +70,8 @@ async def recheck(child: Child, pieces: Sequence[Piece], *, into: Recomputed, th
             )
             for piece, one, two in zip(some, first, again, strict=True)
         ]  # fmt: skip
-    into.checked.extend(checked)
-    if not checked or not is_odd(checked, thresholds):
+    into.pieces.extend(zip(pieces, checked, strict=True))
+    if not checked or not is_odd(checked, judging):
         return
     for guess in GUESSES:
         margins = [one[0] for one in await _recomputed(child, pieces[:GUESS_PIECES], guess=guess)]

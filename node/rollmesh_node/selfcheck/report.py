@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from rollmesh_node.selfcheck.advice import ADVICE
-from rollmesh_node.selfcheck.findings import Figures, Finding
+from rollmesh_node.selfcheck.figures import Figures
+from rollmesh_node.selfcheck.findings import Finding
 from rollmesh_peer.status.words import clean, count
 from rollmesh_protocol.errors import CODES
 from rollmesh_protocol.messages import Standing
+from rollmesh_protocol.verdicts.judging import Judging
 from rollmesh_protocol.verdicts.margins import Thresholds
 
 STATUS: Final = {"fine": 0, "wrong": 1, "unchecked": 2}
@@ -29,7 +31,7 @@ _INDENT: Final = " " * 13
 class Report:
     """What a selfcheck found. Figures are None of what could not be recomputed; ``notes`` say why."""
 
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    judging: Judging = field(default_factory=Judging)
     run: str = ""
     results: int = 0
     rollouts: int = 0
@@ -55,6 +57,7 @@ def as_json(report: Report) -> str:
     """One object: the report's fields, the verdict, and the words beside each finding."""
     told = asdict(report) | {
         "verdict": report.verdict,
+        "limits": report.judging.origin,
         "refusals": dict(report.refusals),
         "standing": report.standing.model_dump() if report.standing is not None else None,
         "findings": [asdict(finding) | asdict(ADVICE[finding.kind]) for finding in report.findings],
@@ -71,10 +74,11 @@ def as_text(report: Report) -> str:
     ]
     for name, figures in (("last work", report.kept), ("fresh work", report.fresh)):
         if figures is not None:
-            lines += ["", *_figures(name, figures, report.thresholds)]
+            lines += ["", *_figures(name, figures, report.judging.thresholds)]
     if report.versions:
         versions = ", ".join(str(version) for version in sorted(report.versions))
         lines += _line("weights", f"version {versions}, recomputed on {report.device}")
+        lines += _line("limits", report.judging.origin)
     lines += ["", *_learner(report)]
     lines += [*_notes(report), "", *_verdict(report)]
     for finding in report.findings:
@@ -95,9 +99,10 @@ def _figures(name: str, figures: Figures, thresholds: Thresholds) -> list[str]:
         *_line(
             "margins",
             f"{figures.exact_share:.1%} exact, largest {figures.largest_margin:.2f}, "
-            f"above {thresholds.low_margin:g}: {figures.low_share:.2%}, "
-            f"above {thresholds.high_margin:g}: {figures.high_share:.2%}",
+            f"above {thresholds.low_margin:.3g}: {figures.low_share:.2%}, "
+            f"above {thresholds.high_margin:.3g}: {figures.high_share:.2%}",
         ),
+        *(_line("drift", figures.drift.figures) if figures.drift is not None else ()),
         *_line(
             "log-probs",
             f"off by {figures.gap_median:.3f} (median), {figures.gap_p99:.2f} (99 in 100), "

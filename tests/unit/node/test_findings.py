@@ -9,24 +9,23 @@ import pytest
 
 from rollmesh_node.journal import Answer, Entry
 from rollmesh_node.selfcheck.advice import ADVICE
+from rollmesh_node.selfcheck.figures import Checked, figures_of, is_odd
 from rollmesh_node.selfcheck.findings import (
     GUESSES,
-    Checked,
     Finding,
     Kind,
     explain,
     explain_both,
     explain_form,
     explain_lateness,
-    figures_of,
-    is_odd,
 )
-from rollmesh_protocol.verdicts.logprobs import LogprobLimits
-from rollmesh_protocol.verdicts.margins import Thresholds
+from rollmesh_protocol.verdicts.drift import DriftTest
+from rollmesh_protocol.verdicts.judging import Judging
 from tests.unit.node.leases import make_lease
 from tests.unit.node.test_journal import result_of
 
-THRESHOLDS = Thresholds()
+DEFAULTS = Judging()
+CALIBRATED = Judging(drift=DriftTest(clip=0.3, reference=0.003, exponent=5.0))
 
 
 def rollouts(
@@ -46,21 +45,21 @@ def rollouts(
     return found
 
 
-def explained(checked: list[Checked], guesses=None) -> Finding | None:
-    figures = figures_of(checked, THRESHOLDS, LogprobLimits())
+def explained(checked: list[Checked], guesses=None, *, judging: Judging = DEFAULTS) -> Finding | None:
+    figures = figures_of(checked, judging)
     assert figures is not None
-    return explain(checked, figures, guesses=guesses or {}, thresholds=THRESHOLDS)
+    return explain(checked, figures, guesses=guesses or {}, thresholds=judging.thresholds)
 
 
-def kind_of(checked: list[Checked], guesses=None) -> str:
-    finding = explained(checked, guesses)
+def kind_of(checked: list[Checked], guesses=None, *, judging: Judging = DEFAULTS) -> str:
+    finding = explained(checked, guesses, judging=judging)
     return finding.kind if finding is not None else "fine"
 
 
 def test_honest_noise_is_fine() -> None:
     checked = rollouts(margin=0.3, every=40, noise=0.05)
-    assert kind_of(checked) == "fine" and not is_odd(checked, THRESHOLDS)
-    assert figures_of([], THRESHOLDS, LogprobLimits()) is None
+    assert kind_of(checked) == "fine" and not is_odd(checked, DEFAULTS)
+    assert figures_of([], DEFAULTS) is None
 
 
 @pytest.mark.parametrize(
@@ -96,6 +95,28 @@ def test_ends_that_were_forced_are_told_from_edited_tokens() -> None:
     assert kind_of(checked) == "eos"
     checked[9].margins[3] = 6.0
     assert kind_of(checked) == "tokens"
+
+
+def test_a_drift_below_all_margins_is_found_where_the_run_looks_for_one() -> None:
+    checked = rollouts(50, margin=0.2, every=10)
+    assert kind_of(checked) == "fine" and not is_odd(checked, DEFAULTS)
+    finding = explained(checked, judging=CALIBRATED)
+    assert finding is not None and finding.kind == "drift" and is_odd(checked, CALIBRATED)
+    assert "on average 0.02 nats" in finding.detail and "honest nodes 0.002 at most" in finding.detail
+    assert "after some 206 audited tokens the learner sees a drift" in finding.detail
+
+
+def test_a_drift_is_named_by_what_explains_it() -> None:
+    checked = rollouts(50, margin=0.2, every=10)
+    warm = dict.fromkeys(GUESSES, 0.9) | {GUESSES[6]: 0.96}
+    assert kind_of(checked, warm, judging=CALIBRATED) == "temperature"
+    assert kind_of(rollouts(50, margin=0.2, every=10, noise=0.12), judging=CALIBRATED) == "quantised"
+    assert kind_of(rollouts(50, margin=5.0, every=10), judging=CALIBRATED) == "tokens", "other rules come first"
+
+
+def test_honest_work_has_no_drift() -> None:
+    assert kind_of(rollouts(50, margin=0.08, every=40), judging=CALIBRATED) == "fine"
+    assert kind_of(rollouts(gap=-0.4, margin=0.08, every=40), judging=CALIBRATED) == "shift"
 
 
 def test_few_tokens_get_no_verdict_on_shares() -> None:

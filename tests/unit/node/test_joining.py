@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollmesh_node.joining import Membership, open_card, pin_card
+from rollmesh_node import joining
+from rollmesh_node.joining import Membership, open_card, pin_card, read_card
+from rollmesh_protocol import codec
 from rollmesh_protocol.envelope import seal
-from rollmesh_protocol.errors import Refused
+from rollmesh_protocol.errors import HostError, Refused
 from rollmesh_protocol.messages import Head, LeaseRequest
+from rollmesh_protocol.verdicts.drift import DriftTest
+from rollmesh_protocol.verdicts.judging import Judging
 from tests.unit.node.cards import LEARNER, NODE, RUN, STRANGER, make_card
 from tests.unit.node.world import SOON_S, World, hello, open_world
+
+CALIBRATED = make_card(checks=Judging(drift=DriftTest(clip=0.3, reference=0.005, exponent=4.0)).as_checks)
+STRICTER = make_card(checks=Judging(drift=DriftTest(clip=0.3, reference=0.001, exponent=9.0)).as_checks)
 
 
 def sealed(card=None, *, by=LEARNER, run=RUN, kind="card") -> bytes:
@@ -40,13 +47,56 @@ def test_a_card_is_pinned_for_the_life_of_the_run(tmp_path: Path) -> None:
     pin_card(make_card(), file)
     with pytest.raises(Refused, match="another card for the run"):
         pin_card(make_card(new_tokens=31), file)
+    assert read_card(file) == make_card()
+
+
+def test_a_card_that_judges_otherwise_replaces_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "card"
+    assert read_card(file) is None
+    for card in (make_card(), CALIBRATED, STRICTER, make_card()):
+        pin_card(card, file)
+        assert read_card(file) == card
+    pin_card(CALIBRATED, file)
+    with pytest.raises(Refused, match="another card for the run"):
+        pin_card(make_card(new_tokens=31, checks=STRICTER.checks), file)
+    assert read_card(file) == CALIBRATED
+
+
+def test_a_card_of_before_there_were_checks_is_still_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "card"
+    before = make_card().model_dump()
+    del before["checks"]
+    file.write_bytes(codec.pack(before))
+    pin_card(CALIBRATED, file)
+    assert read_card(file) == CALIBRATED
+
+
+def test_a_card_that_cannot_be_replaced_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "card"
+    pin_card(make_card(), file)
+
+    def refuse(path: Path, body: bytes) -> None:
+        raise HostError(f"{path}: the disk is full")
+
+    monkeypatch.setattr(joining, "write_file", refuse)
+    pin_card(CALIBRATED, file)
+    assert read_card(file) == make_card()
+    with pytest.raises(HostError, match="disk is full"):
+        pin_card(make_card(), tmp_path / "other")
+
+
+def test_a_damaged_card_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "card"
+    file.write_bytes(make_card().encode()[:-3])
+    with pytest.raises(HostError, match="is damaged"):
+        pin_card(make_card(), file)
 
 
 async def test_join_checks_the_card_and_keeps_the_pass(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world:
         with trio.fail_after(SOON_S):
             card = await world.membership.join()
-        assert card == make_card() and world.checked == [card]
+        assert card == make_card() and world.checked == world.pinned == [card]
         assert world.membership.is_admitted and world.membership.waiting_for == ""
         assert world.uplink.head == world.learner.head
         assert world.membership.admission
@@ -58,7 +108,7 @@ async def test_a_card_that_the_volunteer_refuses_ends_the_joining(tmp_path: Path
         def refuse(card) -> None:
             raise Refused("card.limits", "too much")
 
-        membership = Membership(world.uplink, node=NODE.peer, hello=hello, check=refuse)
+        membership = Membership(world.uplink, node=NODE.peer, hello=hello, check=refuse, pin=refuse)
         with pytest.raises(Refused, match="too much"), trio.fail_after(SOON_S):
             await membership.join()
         assert not membership.is_admitted
@@ -66,7 +116,9 @@ async def test_a_card_that_the_volunteer_refuses_ends_the_joining(tmp_path: Path
 
 async def test_a_pass_for_somebody_else_is_not_taken(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world:
-        membership = Membership(world.uplink, node=STRANGER.peer, hello=hello, check=lambda card: None)
+        membership = Membership(
+            world.uplink, node=STRANGER.peer, hello=hello, check=lambda card: None, pin=lambda card: None
+        )
         with pytest.raises(Refused, match="another peer"), trio.fail_after(SOON_S):
             await membership.join()
 
@@ -108,6 +160,17 @@ async def test_a_restarted_learner_with_another_run_is_not_followed(tmp_path: Pa
         world.membership.renew()
         with pytest.raises(Refused, match="another run"), trio.fail_after(SOON_S):
             await world.membership.keep()
+
+
+async def test_a_learner_that_was_calibrated_meanwhile_is_followed(tmp_path: Path) -> None:
+    async with open_world(tmp_path) as world:
+        await _member(world)
+        world.learner.script.card_bytes = sealed(CALIBRATED)
+        world.membership.renew()
+        with trio.fail_after(SOON_S):
+            await world.membership.wait_admitted()
+        assert world.membership.card == CALIBRATED
+        assert world.checked == [make_card()] and world.pinned == [make_card(), CALIBRATED]
 
 
 async def test_an_old_head_never_replaces_a_newer_one(tmp_path: Path) -> None:

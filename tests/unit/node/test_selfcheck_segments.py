@@ -16,7 +16,6 @@ from rollmesh_peer.weights.copies import Way
 from rollmesh_protocol.errors import Refused
 from rollmesh_protocol.lease import Lease
 from rollmesh_protocol.rollout import Result, Rollout, SampleResult, Segment
-from rollmesh_protocol.verdicts.margins import Thresholds
 from tests.unit.node.cards import make_card
 from tests.unit.node.leases import make_lease, root_of
 
@@ -38,7 +37,7 @@ def result(lease: Lease, *samples: Parts) -> Result:
 
 def opened(*samples: Parts, swap_mode: str = "recompute") -> list[Rollout]:
     lease = make_lease(samples=2, max_new_tokens=LENGTH, swap_mode=swap_mode)
-    check = _Check(cast(Order, None), card=make_card(), place=Path(), report=Report(thresholds=Thresholds()))
+    check = _Check(cast(Order, None), card=make_card(), place=Path(), report=Report())
     return check._open(result(lease, *samples), lease)
 
 

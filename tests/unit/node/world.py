@@ -31,6 +31,7 @@ class World:
     membership: Membership
     nursery: trio.Nursery
     checked: list[RunCard] = field(default_factory=list)
+    pinned: list[RunCard] = field(default_factory=list)
 
     async def until(self, condition) -> None:
         """Until ``condition(learner)`` holds."""
@@ -58,6 +59,7 @@ async def open_world(folder: Path, *, card=None) -> AsyncIterator[World]:
     """A learner with version 1, and a node that has not said hello yet."""
     network = MemoryNetwork()
     checked: list[RunCard] = []
+    pinned: list[RunCard] = []
     async with (
         open_learner(network, folder / "learner", card=card) as learner,
         network.join(NODE.seed) as mesh,
@@ -66,10 +68,10 @@ async def open_world(folder: Path, *, card=None) -> AsyncIterator[World]:
         link = LinkKeeper(mesh, learner.mesh.addresses)
         nursery.start_soon(link.run)
         uplink = Uplink(mesh, link)
-        membership = Membership(uplink, node=NODE.peer, hello=hello, check=checked.append)
+        membership = Membership(uplink, node=NODE.peer, hello=hello, check=checked.append, pin=pinned.append)
         yield World(
             network=network, learner=learner, mesh=mesh, uplink=uplink, membership=membership, nursery=nursery,
-            checked=checked,
+            checked=checked, pinned=pinned,
         )  # fmt: skip
         nursery.cancel_scope.cancel()
 

@@ -8,7 +8,9 @@ from rollmesh_protocol.layout import Layout, TensorSpec
 from rollmesh_protocol.lease import Lease, LeasedSample
 from rollmesh_protocol.manifest import Edge, Manifest
 from rollmesh_protocol.messages import (
+    Checks,
     ChunkRequest,
+    DriftCheck,
     EdgesAnswer,
     EdgesRequest,
     EngineInfo,
@@ -18,7 +20,9 @@ from rollmesh_protocol.messages import (
     Hello,
     LeaseAnswer,
     LeaseRequest,
+    LogprobChecks,
     ManifestRequest,
+    MarginChecks,
     ModelReference,
     Neighbour,
     Notice,
@@ -132,6 +136,19 @@ CARD = RunCard(
     environments=("addition",),
     limits=RunLimits(prompt_tokens=64, new_tokens=4, samples_per_group=8),
     swap_modes=("drain",),
+    checks=Checks(
+        margins=MarginChecks(
+            any_margin=2.5,
+            high_margin=1.0,
+            high_in_one=3,
+            low_margin=0.625,
+            window_tokens=200,
+            high_share=0.01,
+            low_share=0.01,
+        ),
+        drift=DriftCheck(clip=0.375, reference=0.0035, exponent=5.5, alarm=17.5),
+        logprobs=LogprobChecks(median=0.1, kl=0.1, least_ratio=0.0001),
+    ),
 )
 PEER_STATUS = PeerStatus(
     peer=NODE.peer,

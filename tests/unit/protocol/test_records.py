@@ -32,9 +32,10 @@ def test_an_unknown_field_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_field_is_refused(name: str) -> None:
-    for field in type(EXAMPLES[name]).model_fields:
-        with pytest.raises(Refused):
-            type(EXAMPLES[name]).decode(_reencode(name, {}, drop=field), limit=1 << 20)
+    for field, declared in type(EXAMPLES[name]).model_fields.items():
+        if declared.is_required():
+            with pytest.raises(Refused):
+                type(EXAMPLES[name]).decode(_reencode(name, {}, drop=field), limit=1 << 20)
 
 
 @pytest.mark.parametrize("name", NAMES)
