@@ -108,7 +108,7 @@ class Account:
     audited_tokens: int
     """Until the first hard verdict, that one included."""
     noticed_tokens: int | None
-    """The same until the first verdict that is not a pass: at a soft one the node loses half its record. None without."""
+    """The same until the first verdict that is not a pass: a soft one halves the node's record. None without one."""
     over_low: int
     over_high: int
     largest: float

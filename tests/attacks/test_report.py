@@ -12,7 +12,8 @@ from tests.attacks.report import Row, judge, summary
 from tests.attacks.sampling import Cooler
 
 NOTHING = Account(
-    accepted=0, trained=0, audits=0, audited_tokens=0, noticed_tokens=None, over_low=0, over_high=0, largest=0.0, offences=()
+    accepted=0, trained=0, audits=0, audited_tokens=0, noticed_tokens=None, over_low=0, over_high=0, largest=0.0,
+    offences=(),
 )  # fmt: skip
 
 
