@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENCE_S = 100.0
 """Of one life; a quiet machine needs ten seconds."""
 STEPS = 8
-SETTINGS = ("training.lr=1e-4", "leases.min_duration_s=2", "leases.max_duration_s=5")
+SETTINGS = ("tripwires.enabled=true", "training.lr=1e-4", "leases.min_duration_s=2", "leases.max_duration_s=5")
 GROUP, SAVED_EVERY = 13, 4
 """Two groups a step, numbered from 1: that group is in the batch of step 6, or, where a node's share or a late answer
 moved a group, in one beside it; none of them begins from a checkpoint."""

@@ -33,7 +33,6 @@ SETTINGS = (
     "leases.cap=1",
     "training.checkpoint_every=1",
     "training.lr=1e-2",  # one step moves the weights so far that the wrong ones show within a segment
-    "tripwires.enabled=false",
 )
 
 
