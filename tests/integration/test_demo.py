@@ -36,8 +36,11 @@ staleness = 2
 [training]
 lr = 1e-3
 checkpoint_every = 5
+[tripwires]
+enabled = false
 """
-STEPS = 8
+STEPS = 40
+"""So many that a node whose engine loads some seconds after the other one still finds work."""
 
 
 class Demo:

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
 
 import numpy as np
@@ -117,6 +117,19 @@ async def start_nodes(stack, learner, edge, tmp_path):
     return nodes
 
 
+def is_spread(tmp_path, edge):
+    """True when every chunk lies on the disk of some node."""
+    size = edge.manifest.chunk_bytes
+    missing = set(range(edge.manifest.chunk_count))
+    for number in range(1, NODES + 1):
+        for suffix in ("part", "payload"):
+            with suppress(FileNotFoundError):
+                held = (tmp_path / f"node{number}" / f"{edge.name.hex()}.{suffix}").read_bytes()
+                places = ((index, slice(index * size, (index + 1) * size)) for index in missing)
+                missing -= {index for index, place in places if held[place] == edge.payload[place]}
+    return not missing
+
+
 def is_whole(tmp_path, number, edge):
     return (tmp_path / f"node{number}" / f"{edge.name.hex()}.payload").read_bytes() == edge.payload
 
@@ -165,9 +178,8 @@ async def test_the_nodes_finish_among_themselves_when_the_learner_is_gone(tmp_pa
         async with AsyncExitStack() as stack:
             async with learner_with(edge, tmp_path / "learner", upload_bytes_per_s=SLOW) as learner:
                 nodes = await start_nodes(stack, learner, edge, tmp_path)
-                while learner.sharing.seeder.chunks_sent_once(edge.name) < edge.manifest.chunk_count:
-                    await trio.sleep(0.02)
-                await trio.sleep(0.2)  # the last one is under way
+                while not is_spread(tmp_path, edge):  # what was sent may be on its way still
+                    await trio.sleep(0.1)
             figures = [await node.hear() for node in nodes]
     print(json.dumps(figures, indent=1))
     assert all(is_whole(tmp_path, number, edge) for number in range(1, NODES + 1))
