@@ -621,7 +621,7 @@ async def test_a_run_completes_on_honest_work_alone(tmp_path: Path) -> None:
                         await trio.sleep(0.2)
 
                 nursery.start_soon(cheat)
-                assert await system.learner.wait(150) == 0
+                assert await system.learner.wait(300) == 0
                 scope.cancel()
         assert await node.wait(60) == 0
         summary = system.summary()
