@@ -69,7 +69,7 @@ async def working(system: System) -> AsyncIterator[Attacker]:
             await trio.sleep(0.05)
         before = accepted
         yield one
-        with trio.fail_after(30):
+        with trio.fail_after(90):
             while accepted == before:
                 await trio.sleep(0.05)
         assert one.learner in one.mesh.links()

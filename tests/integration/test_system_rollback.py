@@ -14,7 +14,7 @@ from tests.support.system import System, open_system
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 """Of one life; a quiet machine needs ten seconds."""
 STEPS = 8
 SETTINGS = ("tripwires.enabled=true", "training.lr=1e-4", "leases.min_duration_s=2", "leases.max_duration_s=5")
