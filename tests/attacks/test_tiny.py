@@ -43,7 +43,7 @@ async def lab(run: System, tmp_path: Path):
     async with open_lab(run, tmp_path, model=run.folder / "model", most_tokens=600) as lab:
         yield lab
     after = await run.until_node(HONEST, lambda status: status.accepted > before.accepted)
-    assert after.rejected == 0 and after.standing.state in ("new", "probation", "full")
+    assert not run.accused(after.peer) and after.standing.state in ("new", "probation", "full")
     assert "Traceback" not in run.learner.log, run.learner.tail(200)
 
 
@@ -96,4 +96,5 @@ async def test_honest_orders_pass_in_the_attackers_engine(lab) -> None:
     lab.most_tokens = 150
     await honest.play(lab)
     found = account_of(lab, honest.peers)
-    assert found.audits and not found.offences and found.over_low == 0, found
+    assert found.audits and found.over_low == 0, found
+    assert not any(lab.system.accused(peer) for peer in honest.peers), found

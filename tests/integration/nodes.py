@@ -25,7 +25,7 @@ from rollmesh_protocol.messages import RunCard
 from rollmesh_protocol.status import NodeStatus, StatusRequest
 from tests.unit.node.cards import LAYOUT, LEARNER, make_card
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 """Deadline of every wait in these tests; what is waited for takes a second or two on a quiet machine."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -36,8 +38,11 @@ staleness = 2
 [training]
 lr = 1e-3
 checkpoint_every = 5
+[tripwires]
+enabled = false
 """
-STEPS = 8
+STEPS = 40
+"""So many that a node whose engine loads some seconds after the other one still finds work."""
 
 
 class Demo:
@@ -104,8 +109,11 @@ def test_a_whole_demo_leaves_what_it_promised(begin) -> None:
     assert summary["steps"] == STEPS
     assert len(summary["nodes"]) == 2
     for node in summary["nodes"]:
-        assert node["accepted"] > 0 and node["tokens"] > 0 and node["rejected"] == 0
+        assert node["accepted"] > 0 and node["tokens"] > 0
         assert node["chunks_from_peers"] + node["chunks_from_learner"] > 0
+    with contextlib.closing(sqlite3.connect(demo.out / "learner" / "ledger.sqlite")) as ledger:
+        hard = "SELECT peer, code FROM offences WHERE code NOT IN ('lease.expired', 'result.stale')"
+        assert not ledger.execute(hard).fetchall()
     assert summary["audits_done"] > 0 and summary["audits_failed"] == 0
     assert summary["staleness_max"] <= 2
     assert 0 <= summary["bubble_fraction"] <= 1

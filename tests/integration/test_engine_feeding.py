@@ -19,7 +19,7 @@ from rollmesh_protocol.rollout import Result, SampleResult
 from tests.integration.nodes import image_of, open_learner, start_node, wait_for
 from tests.unit.node.cards import LAYOUT, make_card
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHANGES = 10
 SCRIPT = {"stop_chance": 0.003, "heeds_weights": True}

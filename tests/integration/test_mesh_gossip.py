@@ -42,9 +42,12 @@ def listen_to(learner, *meshes):
     return [mesh.subscribe(TOPIC, accept=lambda author, _message: author == learner) for mesh in meshes]
 
 
-async def drain(channel, *, quiet_s=0.4):
-    """Everything that arrives until nothing does for a while."""
+async def drain(channel, *, quiet_s=0.4, is_awaited=True):
+    """Everything that arrives until nothing does for a while; the first message, if one ``is_awaited``, in its time."""
     messages = []
+    if is_awaited:
+        with trio.fail_after(20):
+            messages.append(await channel.receive())
     while True:
         with trio.move_on_after(quiet_s) as scope:
             messages.append(await channel.receive())
@@ -99,8 +102,8 @@ async def test_a_genuine_message_that_a_stranger_repeats_is_dropped_and_does_not
         for number in range(5):
             for stream in streams:
                 await publish_raw(stream, signed(stranger, b"policy 1", seqno=b"1234567%d" % number))
-        assert await drain(at_middle, quiet_s=0.4) == []
-        assert await drain(at_far, quiet_s=0.1) == []
+        assert await drain(at_middle, is_awaited=False) == []
+        assert await drain(at_far, quiet_s=0.1, is_awaited=False) == []
 
 
 async def test_a_message_under_the_learners_name_needs_the_learners_signature():
@@ -126,12 +129,14 @@ async def test_a_flood_is_cut_to_the_pace_and_starves_nobody():
         heard = middle.subscribe(TOPIC, accept=judge)
         await gossip_is_up(learner, middle, topic=TOPIC)
         stream = await begin(await attack(flooder, middle.addresses[0]), MESHSUB)
+        started = trio.current_time()
         for number in range(50):
             await publish_raw(stream, signed(flooder, b"flood %d" % number, seqno=number.to_bytes(8, "big")))
         await learner.publish(TOPIC, b"policy 1")
         messages = await drain(heard)
+        more = limits.GOSSIP_PER_TOPIC_S * (trio.current_time() - started)
         assert b"policy 1" in messages
-        assert limits.GOSSIP_PER_TOPIC_S <= len(messages) - 1 <= limits.GOSSIP_PER_TOPIC_S + 3
+        assert limits.GOSSIP_PER_TOPIC_S <= len(messages) - 1 <= limits.GOSSIP_PER_TOPIC_S + more
         assert str(flooder.get_id()) in middle.links()  # a burst is no crime
 
 
@@ -147,8 +152,7 @@ async def test_a_flood_that_goes_on_ends_the_connection():
                     break
                 with suppress(BaseLibp2pError):
                     await publish_raw(stream, signed(flooder, b"%d" % number, seqno=number.to_bytes(8, "big")))
-        await trio.sleep(0.2)
-        assert str(flooder.get_id()) not in middle.links()
+        await eventually(lambda: str(flooder.get_id()) not in middle.links())
         await learner.publish(TOPIC, b"policy 1")
         assert await drain(heard) == [b"policy 1"]
 
@@ -218,16 +222,16 @@ async def test_a_publisher_that_restarts_is_heard_again_through_others():
                     keeper = LinkKeeper(middle, learner.addresses)
                     nursery.start_soon(keeper.run)
                 learner._gossip.counter = 1000
-                with trio.fail_after(5):
+                with trio.fail_after(30):
                     await keeper.wait_linked()
                     await eventually(lambda: subscribers(learner) >= {middle.peer_id})
                 for number in range(3):
                     await learner.publish(TOPIC, b"life %d, message %d" % (life, number))
                 wanted = [b"life %d, message %d" % (life, number) for number in range(3)]
                 for channel in heard:
-                    with trio.fail_after(5):
+                    with trio.fail_after(20):
                         assert sorted([await channel.receive() for _ in range(3)]) == wanted
-            with trio.fail_after(5):
+            with trio.fail_after(20):
                 await middle.wait_link_lost(learner_id)
         nursery.cancel_scope.cancel()
 
@@ -253,7 +257,7 @@ async def test_many_peers_around_one_learner_all_hear():
         await eventually(lambda: len(subscribers(learner)) == len(nodes))
         started = trio.current_time()
         await learner.publish(TOPIC, b"policy 1")
-        with trio.fail_after(5):
+        with trio.fail_after(20):
             for channel in heard:
                 assert await channel.receive() == b"policy 1"
-        assert trio.current_time() - started < 2
+        assert trio.current_time() - started < 5

@@ -24,6 +24,7 @@ from rollmesh_protocol.identity import Identity
 from tests.support.mesh_hostile import stock_host
 from tests.support.mesh_process import mesh_process
 from tests.support.mesh_worlds import eventually, seed
+from tests.support.ports import free_port
 
 ECHO = "/rollmesh/1/echo"
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -137,7 +138,7 @@ async def test_a_silent_stranger_gives_way_to_a_newcomer(monkeypatch):
         await eventually(lambda: mesh._swarm._handshakes == 3)
         await trio.sleep(0.3)
         await (await handshake(mesh.addresses[0])).close()
-        with trio.fail_after(2):
+        with trio.fail_after(5):
             while await silent[0].receive_some(100):  # the oldest one is let go
                 pass
         for stream in silent:
@@ -156,7 +157,7 @@ async def test_arrivals_are_bounded_in_all(monkeypatch):
 
 
 async def test_silent_strangers_are_bounded_in_number_and_in_time(monkeypatch):
-    monkeypatch.setattr(limits, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(limits, "HANDSHAKE_S", 2.0)
     async with listening(1) as mesh:
         mesh._swarm.caps = swarm_module.Caps(connections=64, per_block=64, handshakes=3)
         endpoint = parse_peer_address(mesh.addresses[0]).endpoint
@@ -181,8 +182,7 @@ async def test_one_peer_holds_two_connections_at_most():
             secured = await upgrader.upgrade_security(raw, True, ID.from_base58(target.peer))
             await upgrader.upgrade_connection(secured, ID.from_base58(target.peer))
             raws.append(raw)
-        await trio.sleep(0.5)
-        assert len(mesh._swarm.get_connections()) == limits.MAX_CONNECTIONS_PER_PEER
+        await eventually(lambda: len(mesh._swarm.get_connections()) == limits.MAX_CONNECTIONS_PER_PEER)
         for raw in raws:
             await raw.close()
 
@@ -227,21 +227,21 @@ async def test_row_6_a_stopped_process_is_noticed_even_while_a_write_is_stuck():
                 await stream.send(bytes(limits.STREAM_WINDOW_BYTES - 100))
                 await stream.receive(1)
 
-        with trio.fail_after(15):
+        with trio.fail_after(25):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(notice, idle)
                 nursery.start_soon(notice, busy)
                 for stream in streams:
                     nursery.start_soon(push, stream)
-        assert max(noticed.values()) < limits.SILENT_S + limits.PROBE_S + 1
+        assert max(noticed.values()) < limits.SILENT_S + limits.PROBE_S + 5
 
 
 async def test_a_quiet_link_lives_on(monkeypatch):
-    monkeypatch.setattr(limits, "PROBE_S", 0.1)
-    monkeypatch.setattr(limits, "SILENT_S", 0.4)
+    monkeypatch.setattr(limits, "PROBE_S", 0.2)
+    monkeypatch.setattr(limits, "SILENT_S", 1.5)
     async with listening(1) as a, dialling(2) as b:
         await b.connect(a.addresses[0])
-        await trio.sleep(1.5)
+        await trio.sleep(4)
         assert len(a.links()) == len(b.links()) == 1
 
 
@@ -256,29 +256,28 @@ async def test_a_killed_process_is_noticed_at_once():
             with pytest.raises(LinkLost):
                 await stream.receive(1)
             await mesh.wait_link_lost(child.peer)
-        assert trio.current_time() - started < 0.5
+        assert trio.current_time() - started < 5, "it is not silence that tells"
 
 
-async def test_row_7_a_learner_that_restarts_is_found_again_with_nobody_acting(tmp_path):
+async def test_row_7_a_learner_that_restarts_is_found_again_with_nobody_acting(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "BACKOFF_MOST_S", 1.0)  # else it grows for as long as the process takes to start
     port = free_port()
     async with dialling(2) as mesh, trio.open_nursery() as nursery:
         cache = PeerCache(tmp_path / "peers.json")
         async with mesh_process(1, port=port) as child:
             keeper = LinkKeeper(mesh, ["/ip4/127.0.0.1/tcp/9/p2p/" + child.peer, child.address], cache=cache)
             nursery.start_soon(keeper.run)
-            with trio.fail_after(3):
+            with trio.fail_after(20):
                 await keeper.wait_linked()
             assert keeper.waiting_for == ""
             await child.kill()
-        await eventually(lambda: not keeper.is_linked, within=1)
-        await trio.sleep(1)
+        await eventually(lambda: "does not answer" in keeper.waiting_for, within=10)
         assert "the learner at /ip4/127.0.0.1/tcp/" in keeper.waiting_for
-        assert "does not answer" in keeper.waiting_for
         async with mesh_process(1, port=port) as child:
             returned = trio.current_time()
-            with trio.fail_after(5):
+            with trio.fail_after(20):
                 await keeper.wait_linked()
-            assert trio.current_time() - returned < 3
+            assert trio.current_time() - returned < 5
             await echoes(mesh, child.peer)
         assert PeerCache(tmp_path / "peers.json").addresses_of(child.peer) == (child.address,)
         nursery.cancel_scope.cancel()
@@ -301,7 +300,7 @@ async def test_a_dial_that_hangs_ends_in_time(monkeypatch):
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listeners[0].socket.getsockname()[1]
     async with dialling(2) as mesh:
-        with pytest.raises(LinkLost, match="does not answer within"), trio.fail_after(2):
+        with pytest.raises(LinkLost, match="does not answer within"), trio.fail_after(6):
             await mesh.connect(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_of(1)}")
     await listeners[0].aclose()
 
@@ -362,9 +361,8 @@ async def test_row_9_nothing_of_a_mesh_stays_in_the_process():
             async with open_mesh(HostOptions(key_seed=seed(2), listen=(listen,))):
                 pass
         await eventually(lambda: not other.links())
-        await trio.sleep(0.5)
-        assert num_descriptors() == descriptors
-        assert trio.lowlevel.current_statistics().tasks_living == tasks
+        await eventually(lambda: num_descriptors() <= descriptors)
+        await eventually(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks)
 
 
 async def test_row_9_closing_takes_no_time_with_many_links():
@@ -375,7 +373,7 @@ async def test_row_9_closing_takes_no_time_with_many_links():
                 await other.connect(mesh.addresses[0])
             await eventually(lambda: len(mesh.links()) == 20)
             started = trio.current_time()
-        assert trio.current_time() - started < 1.5
+        assert trio.current_time() - started < 5
 
 
 async def test_row_14_an_error_inside_comes_out_as_it_is():
@@ -404,12 +402,6 @@ async def test_the_same_seed_is_the_same_peer_in_both_libraries():
 
 def peer_of(number):
     return Identity(seed(number)).peer
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def has_ipv6():

@@ -12,10 +12,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
 import trio
 
 from tests.integration.nodes import LEARNER, is_running, open_learner, start_node, wait_for
 from tests.unit.node.cards import make_card
+
+pytestmark = pytest.mark.timeout(300)
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWSyk9G7d4Ay8rE64h4nKeVMQHQbcA97hchmuMmXruPXT4"
 

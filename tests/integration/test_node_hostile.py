@@ -18,6 +18,8 @@ from rollmesh_protocol.verdicts.judging import Judging
 from tests.integration.nodes import open_learner, start_node, wait_for
 from tests.unit.node.cards import LEARNER, RUN, STRANGER, make_card
 
+pytestmark = pytest.mark.timeout(300)
+
 REMOTE_CODE = json.dumps({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}).encode()
 HUGE = Layout(tensors=tuple(TensorSpec(name=f"w{i}", dtype="f32", shape=(1 << 16, 1 << 14)) for i in range(64)))
 

@@ -37,6 +37,8 @@ from tests.unit.node.cards import LAYOUT, LEARNER, RUN, STRANGER, make_card
 from tests.unit.swarm.peers import Rogue, corrupt, honest
 from tests.unit.weights.kit import SignedEdge, root_of, sign
 
+pytestmark = pytest.mark.timeout(300)
+
 OLD, NEW = image_of(1), image_of(2)
 PATCH = encode_patch(LAYOUT, old=OLD, new=NEW)
 GIANT = 1 << 30

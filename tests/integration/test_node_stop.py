@@ -11,6 +11,8 @@ import trio
 
 from tests.integration.nodes import is_running, open_learner, start_node, wait_for
 
+pytestmark = pytest.mark.timeout(300)
+
 
 async def test_ctrl_c_gives_leases_back_and_sends_what_is_finished(tmp_path: Path) -> None:
     async with open_learner(tmp_path / "learner") as learner:
@@ -22,7 +24,7 @@ async def test_ctrl_c_gives_leases_back_and_sends_what_is_finished(tmp_path: Pat
             started = time.monotonic()
             node.signal(signal.SIGINT)
             assert await node.wait() == 0
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - started < 35
             assert learner.open == set(), node.log
             assert {code for _, code in learner.heard.returned} == {"node.stopping"}
             assert "stopping politely" in node.log and "stopped" in node.log
@@ -55,8 +57,8 @@ async def test_a_second_ctrl_c_ends_at_once_and_leaves_no_child(tmp_path: Path) 
             started = time.monotonic()
             node.signal(signal.SIGINT)
             assert await node.wait() == 128 + signal.SIGINT
-            assert time.monotonic() - started < 2.0
-            with trio.fail_after(5):
+            assert time.monotonic() - started < 6.0
+            with trio.fail_after(20):
                 while any(map(is_running, engines)):
                     await trio.sleep(0.02)
 
@@ -69,7 +71,7 @@ async def test_ctrl_c_while_nobody_answers(tmp_path: Path) -> None:
         await node.until_logged("waiting")
         assert "does not answer" in node.log
         node.signal(signal.SIGINT)
-        assert await node.wait(10) == 0
+        assert await node.wait(30) == 0
 
 
 @pytest.mark.parametrize("point", ["node.result_durable", "node.receipt_came"])
@@ -111,6 +113,6 @@ async def test_a_result_survives_kill_9_and_gets_its_receipt_once(tmp_path: Path
             assert all(again[bytes.fromhex(name)] == raw for name, raw in spooled.items())
             await node.until(lambda status: status.accepted >= 4 * len(spooled))
             assert len(learner.heard.accepted) == len(set(learner.heard.accepted))
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 while wanted & {bytes.fromhex(p.stem) for p in home.glob("node/runs/*/results/*.result")}:
                     await trio.sleep(0.05)

@@ -7,9 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import trio
 
 from tests.integration.nodes import start_node
+
+pytestmark = pytest.mark.timeout(300)
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWSyk9G7d4Ay8rE64h4nKeVMQHQbcA97hchmuMmXruPXT4"
 MOST_BYTES = 150 * 10**6

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import trio
+
 from rollmesh_protocol.messages import Wait
-from tests.integration.nodes import image_of, open_learner, start_node, wait_for
+from tests.integration.nodes import PATIENCE_S, image_of, open_learner, start_node, wait_for
+
+pytestmark = pytest.mark.timeout(300)
 
 
 async def test_a_node_joins_works_follows_and_ends_with_the_run(tmp_path: Path) -> None:
     async with open_learner(tmp_path / "learner") as learner:
         with start_node(tmp_path / "home", learner.mesh.addresses[0], script={"rollout_s": 0.01}) as node:
             await wait_for(learner, lambda seen: len(seen.heard.accepted) >= 5)
-            first = await node.until(lambda status: status.accepted >= 5)
-            assert first.learner_connected and first.version_held == 1 and first.waiting_for == ""
+            first = await node.until(lambda status: status.accepted >= 5 and status.waiting_for == "")
+            assert first.learner_connected and first.version_held == 1
             await learner.publish(image_of(2))
             accepted = len(learner.heard.accepted)
             await wait_for(
@@ -43,8 +48,10 @@ async def test_pause_and_resume(tmp_path: Path) -> None:
     async with open_learner(tmp_path / "learner") as learner:
         with start_node(tmp_path / "home", learner.mesh.addresses[0], script={"rollout_s": 0.02}) as node:
             await wait_for(learner, lambda seen: len(seen.heard.accepted) >= 2)
-            await learner.notify("pause", text="the operator sleeps")
-            await node.until(lambda status: "the operator sleeps" in status.waiting_for)
+            with trio.fail_after(PATIENCE_S):  # a notice reaches whoever has found its way into the gossip
+                while "the operator sleeps" not in (await node.status()).waiting_for:
+                    await learner.notify("pause", text="the operator sleeps")
+                    await trio.sleep(0.5)
             before = len(learner.heard.accepted)
             await learner.notify("resume")
             await wait_for(learner, lambda seen: len(seen.heard.accepted) > before + 1)

@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
 
 import numpy as np
+import pytest
 import trio
 
 from rollmesh_peer.mesh.host import HostOptions, open_mesh
@@ -24,6 +25,10 @@ from rollmesh_protocol.streams import PEERS
 from tests.unit.swarm.peers import IMAGE
 from tests.unit.weights.kit import LEARNER, MIXED, RUN, sign, write
 
+pytestmark = pytest.mark.timeout(400)
+
+PATIENCE_S = 240.0
+"""For what takes some ten seconds on a quiet machine."""
 PAYLOAD_BYTES = 30_000_000
 NODES = 4
 FAST = 20_000_000.0
@@ -117,13 +122,26 @@ async def start_nodes(stack, learner, edge, tmp_path):
     return nodes
 
 
+def is_spread(tmp_path, edge):
+    """True when every chunk lies on the disk of some node."""
+    size = edge.manifest.chunk_bytes
+    missing = set(range(edge.manifest.chunk_count))
+    for number in range(1, NODES + 1):
+        for suffix in ("part", "payload"):
+            with suppress(FileNotFoundError):
+                held = (tmp_path / f"node{number}" / f"{edge.name.hex()}.{suffix}").read_bytes()
+                places = ((index, slice(index * size, (index + 1) * size)) for index in missing)
+                missing -= {index for index, place in places if held[place] == edge.payload[place]}
+    return not missing
+
+
 def is_whole(tmp_path, number, edge):
     return (tmp_path / f"node{number}" / f"{edge.name.hex()}.payload").read_bytes() == edge.payload
 
 
 async def test_four_nodes_fetch_thirty_megabytes_mostly_from_each_other(tmp_path):
     edge = published()
-    with trio.fail_after(90):
+    with trio.fail_after(PATIENCE_S):
         async with (
             learner_with(edge, tmp_path / "learner", upload_bytes_per_s=FAST) as learner,
             AsyncExitStack() as stack,
@@ -141,7 +159,7 @@ async def test_four_nodes_fetch_thirty_megabytes_mostly_from_each_other(tmp_path
 
 async def test_the_rest_finish_when_one_node_is_killed_and_one_is_stopped(tmp_path):
     edge = published()
-    with trio.fail_after(90):
+    with trio.fail_after(PATIENCE_S):
         async with (
             learner_with(edge, tmp_path / "learner", upload_bytes_per_s=SLOW) as learner,
             AsyncExitStack() as stack,
@@ -161,13 +179,14 @@ async def test_the_rest_finish_when_one_node_is_killed_and_one_is_stopped(tmp_pa
 
 async def test_the_nodes_finish_among_themselves_when_the_learner_is_gone(tmp_path):
     edge = published()
-    with trio.fail_after(90):
+    with trio.fail_after(PATIENCE_S):
         async with AsyncExitStack() as stack:
             async with learner_with(edge, tmp_path / "learner", upload_bytes_per_s=SLOW) as learner:
                 nodes = await start_nodes(stack, learner, edge, tmp_path)
                 while learner.sharing.seeder.chunks_sent_once(edge.name) < edge.manifest.chunk_count:
                     await trio.sleep(0.02)
-                await trio.sleep(0.2)  # the last one is under way
+                while not is_spread(tmp_path, edge):  # the last ones may be on their way still
+                    await trio.sleep(0.1)
             figures = [await node.hear() for node in nodes]
     print(json.dumps(figures, indent=1))
     assert all(is_whole(tmp_path, number, edge) for number in range(1, NODES + 1))

@@ -24,7 +24,7 @@ from rollmesh_protocol.messages import Invite, Pass
 from tests.support.attacker import Attacker, open_attacker
 from tests.support.system import Daemon, System, open_system
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 SEED = "node.role=seed"
 
 
@@ -61,16 +61,24 @@ async def test_a_list_lets_in_whom_it_names_and_a_full_run_nobody(tmp_path: Path
             assert (await told_no(one)).code == "node.allowlist"
             assert one.peer in (await told_no(one)).detail, "the sentence names whom the operator must list"
 
-        async with open_attacker(join, identity=listed) as first:
-            await first.request_work(0)
+        async with open_attacker(join, identity=listed) as first, trio.open_nursery() as nursery:
+            nursery.start_soon(_live, first)
             waiting = await seed_node(system, "second")
             await waiting.until_logged("code=run.full")
             assert waiting.is_alive, "a full run is waited for"
             await first.hello()  # who is in may introduce itself again
+            nursery.cancel_scope.cancel()
         await waiting.until_logged("joined")
         async with open_attacker(join, identity=listed, hello=False) as late:
             assert (await told_no(late)).code == "run.full"
         assert system.learner.is_alive and "Traceback" not in system.learner.log
+
+
+async def _live(member: Attacker) -> None:
+    """Signs of life: whoever is silent for long loses its place."""
+    while True:
+        await member.request_work(0)
+        await trio.sleep(3)
 
 
 # --- invitations -----------------------------------------------------------------------------------------------------

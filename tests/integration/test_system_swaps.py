@@ -32,8 +32,8 @@ SETTINGS = (
     "leases.max_duration_s=120",
     "leases.cap=1",
     "training.checkpoint_every=1",
+    "training.kl=0.3",  # else a step whose rewards are all alike changes nothing, and nothing is published
     "training.lr=1e-2",  # one step moves the weights so far that the wrong ones show within a segment
-    "tripwires.enabled=false",
 )
 
 
@@ -60,7 +60,7 @@ class Stage:
             "SELECT 1 FROM rollouts r JOIN groups g ON g.group_id = r.group_id WHERE g.state != 'consumed'"
             " AND r.state IN ('scoring', 'auditing', 'assigned') LIMIT 1"
         )
-        with trio.fail_after(60):
+        with trio.fail_after(120):
             while self.system.rows(waiting) or not self._is_at_head():
                 await trio.sleep(0.1)
 
@@ -71,15 +71,22 @@ class Stage:
         return root == self.studio.newest
 
     async def overtake(self, *nodes: Attacker) -> list[Lease]:
-        """A lease for each of the nodes, given before the newest weights were out."""
+        """A lease for each of the nodes, given before the newest weights were out.
+
+        The first step changes nothing if its rewards are all alike; then another one is made.
+        """
         await self.settle()
         async with open_attacker(self.join) as worker:
             early = await worker.take_lease(root=lambda: self.studio.newest)
             leases = [await node.take_lease(root=lambda: self.studio.newest) for node in nodes]
             before = len(self.studio.images)
-            receipt = await worker.submit(await self.draw(early))
-            assert receipt.code is None, receipt
-            await self.studio.wait_for(before + 1)
+            while True:
+                receipt = await worker.submit(await self.draw(early))
+                assert receipt.code is None, receipt
+                with trio.move_on_after(45):
+                    await self.studio.wait_for(before + 1)
+                    break
+                early = await worker.take_lease(root=lambda: self.studio.newest)
         assert all(lease.root == early.root != self.studio.newest for lease in leases)
         return leases
 

@@ -17,6 +17,7 @@ from rollmesh_learner.records import rows
 from rollmesh_learner.records.ledger import open_ledger
 from rollmesh_peer.testing.letters import NAME as LETTERS
 from rollmesh_peer.testing.tiny_model import prepare_tiny
+from tests.support.ports import free_port
 from tests.support.system import open_system
 
 DEADLINE_S = 90.0
@@ -37,11 +38,13 @@ parameters = {{ {parameters} }}
 """
 
 
-def _config(
-    folder: Path, *, port: int = 4799, environment: str = LETTERS, parameters: str = "", more: str = ""
-) -> Path:
+def _config(folder: Path, *, port: int = 0, environment: str = LETTERS, parameters: str = "", more: str = "") -> Path:
     path = folder / "run.toml"
-    path.write_text(CONFIG.format(folder=folder, port=port, environment=environment, parameters=parameters, more=more))
+    path.write_text(
+        CONFIG.format(
+            folder=folder, port=port or free_port(), environment=environment, parameters=parameters, more=more
+        )
+    )
     return path
 
 

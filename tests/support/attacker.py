@@ -50,7 +50,7 @@ from rollmesh_protocol.messages import (
 )
 from rollmesh_protocol.rollout import Result, SampleResult, Segment
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 PLAIN_TOKEN = 65
 """The letter A of the tiny model: never a stop token."""
 

@@ -16,7 +16,7 @@ def seed(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-async def eventually(condition, *, within=5.0):
+async def eventually(condition, *, within=20.0):
     """Wait until ``condition()`` holds; for states of real sockets and processes that nothing announces."""
     with trio.fail_after(within):
         while not condition():
@@ -55,7 +55,7 @@ async def gossip_is_up(*meshes, topic):
         return True
 
     await trio.testing.wait_all_tasks_blocked()
-    await eventually(is_up, within=10)
+    await eventually(is_up, within=20)
 
 
 class SocketWorld:

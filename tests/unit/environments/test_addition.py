@@ -71,10 +71,10 @@ def test_last_integer(text: str, number: int | None) -> None:
 @pytest.mark.parametrize("unit", ["9", "-", "+-", "1 ", "9" * 18 + " ", "-9", "\u0669", "a"])
 def test_hostile_text_takes_linear_time(unit: str) -> None:
     text = unit * (4_000_000 // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     last_integer(text)
     last_integer(text[:READ_CHARS])
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_parameters() -> None:
