@@ -110,7 +110,8 @@ class SamplingAttack(Attack):
     """Hands in completions that were not drawn as ordered, as long as the learner takes them."""
 
     kind = "sampling"
-    expects = frozenset({"result.sampling"})
+    expects = frozenset({"result.sampling", "result.drift"})
+    """Either is why it is out; a drift that leaves it in the run is no code that it hears."""
 
     @abstractmethod
     async def work(self, order: Order, lab: Lab) -> list[Drawn]:

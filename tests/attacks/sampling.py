@@ -25,6 +25,8 @@ from tests.attacks.engine import (
 from tests.attacks.place import Lab
 
 DELTA = TrainingSettings().delta
+EDITED = 940
+"""Audited tokens, where a few in a hundred are wrong."""
 FIRST_AUDITED = 320
 """Tokens of the ten rollouts of a new node, all of which are audited: for what shows in nearly every token."""
 
@@ -185,7 +187,7 @@ class Edited2(Edited):
 class Edited5(Edited):
     name = "5 % of tokens drawn again"
     share = 0.05
-    bound_tokens = 940
+    bound_tokens = EDITED
 
 
 class EarlyEnd(SamplingAttack):
@@ -209,10 +211,14 @@ class EarlyEnd(SamplingAttack):
 
 
 class Padded(Warped):
-    """The end of a sequence is never drawn, so that every answer is as long as it may be."""
+    """The end of a sequence is never drawn, so that every answer is as long as it may be.
+
+    Only answers that would have ended earlier differ, by a token here and there: 4 in 544 lay above half a nat. So it
+    is as hard to see as edited tokens, not as a wrong distribution, and has their bound.
+    """
 
     name = "padding to the length limit"
-    bound_tokens = FIRST_AUDITED
+    bound_tokens = EDITED
 
     async def work(self, order: Order, lab: Lab) -> list[Drawn]:
         ends = torch.tensor(sorted(lab.stop))
