@@ -37,7 +37,7 @@ async def test_full_standing_is_no_licence(tmp_path: Path) -> None:
 
 
 CAUGHT = Account(
-    accepted=40, trained=10, audits=1, audited_tokens=16, over_low=9, over_high=8, largest=9.0,
+    accepted=40, trained=10, audits=1, audited_tokens=16, noticed_tokens=16, over_low=9, over_high=8, largest=9.0,
     offences=("result.sampling",),
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ async def test_old_versions_are_made_again_for_work_that_was_trained_on(tmp_path
             await system.learner.until_logged(" that were audited again, ")
             ((consumed, bad),) = system.rows(found, cheat.peer)
             run = await system.until_run(lambda run: run.trust.reaudits_waiting == 0)
-        assert " is wanted for " in system.learner.log, "its weights were no longer in memory"
+        assert " are made again for " in system.learner.log, "its weights were no longer in memory"
         assert consumed and bad and "could not be" not in system.learner.log
         assert f"of {consumed} consumed rollouts of " in system.learner.log
         assert (run.trust.consumed_bad, run.trust.reaudits_missed) == (bad, 0)

@@ -73,22 +73,23 @@ class Stage:
     async def overtake(self, *nodes: Attacker) -> list[Lease]:
         """A lease for each of the nodes, given before the newest weights were out.
 
-        The first step changes nothing if its rewards are all alike; then another one is made.
+        A step changes nothing if its rewards are all alike; then all is handed in, and it begins anew: who holds a
+        lease for long is overtaken.
         """
-        await self.settle()
-        async with open_attacker(self.join) as worker:
-            early = await worker.take_lease(root=lambda: self.studio.newest)
-            leases = [await node.take_lease(root=lambda: self.studio.newest) for node in nodes]
-            before = len(self.studio.images)
-            while True:
+        while True:
+            await self.settle()
+            async with open_attacker(self.join) as worker:
+                early = await worker.take_lease(root=lambda: self.studio.newest)
+                leases = [await node.take_lease(root=lambda: self.studio.newest) for node in nodes]
+                before = len(self.studio.images)
                 receipt = await worker.submit(await self.draw(early))
                 assert receipt.code is None, receipt
                 with trio.move_on_after(45):
                     await self.studio.wait_for(before + 1)
-                    break
-                early = await worker.take_lease(root=lambda: self.studio.newest)
-        assert all(lease.root == early.root != self.studio.newest for lease in leases)
-        return leases
+                    assert all(lease.root == early.root != self.studio.newest for lease in leases)
+                    return leases
+            for node, lease in zip(nodes, leases, strict=True):
+                await node.submit(await self.draw(lease))
 
 
 @pytest.fixture

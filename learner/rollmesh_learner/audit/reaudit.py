@@ -116,7 +116,7 @@ class Reaudits:
         if not wanted:
             return False
         version, root = oldest = min(wanted)
-        _log.debug("version %d is wanted for %d rollouts that were consumed", version, len(wanted[oldest]))
+        _log.info("the weights of version %d are made again for %d consumed rollouts", version, len(wanted[oldest]))
         why = await self._archive.make(root) if self._archive is not None else GONE
         if why == NO_ROOM:  # for none of them
             self._leave_out([case for cases in wanted.values() for case in cases], why)
