@@ -93,6 +93,9 @@ class MissingSamples(WireAttack):
 
     async def strike(self, one: Attacker, lab: Lab) -> str | None:
         lease = await lease_for(one, lab)
+        while len(lease.samples) < 2:  # one that tops up a group
+            await one.give_back([lease])
+            lease = await lease_for(one, lab)
         samples = [sample_of(lease, sample.index) for sample in lease.samples[:-1]]
         return await refusal(one, one.seal(result_of(lease, samples).encode()))
 

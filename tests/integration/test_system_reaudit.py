@@ -35,6 +35,7 @@ async def test_old_versions_are_made_again_for_work_that_was_trained_on(tmp_path
             open_studio(scout, tmp_path / "studio") as studio,
             open_attacker(join) as cheat,
         ):
+            await system.until_run(lambda run: run.step >= 4, timeout_s=250)  # the base model stays in memory
             while not system.rows(trained, cheat.peer):
                 lease = await cheat.take_lease(root=lambda: studio.newest)
                 await cheat.submit(await studio.draw(lease, seed_shift=1))
@@ -44,7 +45,7 @@ async def test_old_versions_are_made_again_for_work_that_was_trained_on(tmp_path
                 assert await cheat.refusal(streams.SUBMIT, b"junk") == "result.schema"
             await system.learner.until_logged(" that were audited again, ")
             ((consumed, bad),) = system.rows(found, cheat.peer)
-            run = await system.until_run(lambda run: run.trust.reaudits_waiting == 0)
+            run = await system.until_run(lambda run: run.trust.consumed_bad > 0 and run.trust.reaudits_waiting == 0)
         assert " are made again for " in system.learner.log, "its weights were no longer in memory"
         assert consumed and bad and "could not be" not in system.learner.log
         assert f"of {consumed} consumed rollouts of " in system.learner.log
