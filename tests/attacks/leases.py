@@ -215,7 +215,7 @@ class Withholding(WireAttack):
                 await trio.sleep(2)
                 filled = sum(is_filled_by_others(one, lab, group, sample) for group, sample in places)
         self.outcome.note = f"{filled} of {len(places)} withheld samples were made by others with the same seeds"
-        self.outcome.no_effect = filled == len(places)
+        self.outcome.no_effect = filled == len(places) if places else None
         return None
 
 
