@@ -27,6 +27,7 @@ from rollmesh_learner import terms
 from rollmesh_learner.audit.account import trust_status
 from rollmesh_learner.audit.auditor import Auditor
 from rollmesh_learner.audit.calibration import adopt
+from rollmesh_learner.audit.claims import Claims
 from rollmesh_learner.audit.drawing import MEANS, Drawer
 from rollmesh_learner.audit.margin_book import MarginBook, load_remembered
 from rollmesh_learner.audit.reaudit import Reaudits
@@ -231,6 +232,7 @@ class _Learner:
             reaudits=Reaudits(ledger, image_of=archive.image_of, archive=archive, bad=memory.bad),
             audited_tokens=memory.tokens.audited,
             margin_book=margin_book,
+            claims=Claims(terms.logprob_limits(config)),
         )
         for peer in self._nodes.quarantined():  # what a kill has interrupted
             self._auditor.look_back(peer)

@@ -108,9 +108,14 @@ def thresholds(config: LearnerConfig) -> Thresholds:
     return config.audit.to(Thresholds)
 
 
+def logprob_limits(config: LearnerConfig) -> LogprobLimits:
+    """From where on claimed log-probabilities are not believed."""
+    return config.trust.to(LogprobLimits)
+
+
 def judging(config: LearnerConfig, *, drift: DriftTest | None) -> Judging:
     """How this run judges sampling, for its card: what the auditor and the trainer are given."""
-    return Judging(thresholds=thresholds(config), drift=drift, logprobs=config.trust.to(LogprobLimits))
+    return Judging(thresholds=thresholds(config), drift=drift, logprobs=logprob_limits(config))
 
 
 def margin_book(

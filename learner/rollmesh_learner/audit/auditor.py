@@ -59,6 +59,7 @@ _MOST_TRIES: Final = 3
 _MOST_DEATHS: Final = 10
 """... or dies of it, which more often is somebody else's doing."""
 MOST_SUSPECTS: Final = 32
+"""Of one node that wait."""
 _DEATHS: Final = frozenset({DIED, KILLED, LATE, START, CLOSED})
 
 
@@ -96,6 +97,7 @@ class Auditor:
         child: Supervisor,
         image_of: Callable[[bytes], Path | None],
         margin_book: MarginBook | None = None,
+        claims: Claims | None = None,
         reaudits: Reaudits | None = None,
         audited_tokens: int = 0,
     ) -> None:
@@ -110,7 +112,7 @@ class Auditor:
         self._image_of = image_of
         self._work = trio.Event()
         self._suspects: dict[RolloutKey, Case] = {}
-        self._claims = Claims()
+        self._claims = claims or Claims()
         self._failures: Counter[RolloutKey] = Counter()
         """By rollout, of the audits that it was part of since the last one that succeeded."""
         self.reaudits = reaudits or Reaudits(ledger, image_of=image_of, bad={})

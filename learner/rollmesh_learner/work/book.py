@@ -116,23 +116,16 @@ class Book:
         those that somebody let go of are for ``is_preferred`` nodes. A new group is split where the node's share of its
         batch is smaller.
         """
-        offers: list[Offer] = []
         if not self.is_young(held.step):
             return []
         room = self._room(node)
-        for position, group in enumerate(self.groups.values()):
-            if len(offers) >= groups:
-                return offers
-            free = [
-                s.index
-                for s in group.samples
-                if s.state == "open" and _may_have(s, node, now=now, is_preferred=is_preferred)
-            ]
-            free = free[: max(0, min(samples, room.of_group(position, group)))]
-            if free:
-                offers.append(Offer(group, tuple(free), is_new=False))
-                samples -= len(free)
-                room.took(position, len(free))
+
+        def free(group: Group) -> list[int]:
+            open_ones = [sample for sample in group.samples if sample.state == "open"]
+            return [s.index for s in open_ones if _may_have(s, node, now=now, is_preferred=is_preferred)]
+
+        offers = self._under_way(room, free, samples=samples, groups=groups)
+        samples -= sum(len(offer.indices) for offer in offers)
         new_groups = self.budget(held)
         while len(offers) < groups and new_groups > 0 and self.prompts:
             position = len(self.groups)
@@ -156,18 +149,25 @@ class Book:
 
         Both leases stand, and the first result counts (:mod:`rollmesh_learner.work.overtaking`).
         """
-        offers: list[Offer] = []
-        room = self._room(node)
         awaited = {group.group_id for group in self._next_groups()[0]}
+
+        def late(group: Group) -> list[int]:
+            there = group.samples if group.group_id in awaited else ()
+            return [sample.index for sample in there if self._is_late(sample, node, is_late)]
+
+        return self._under_way(self._room(node), late, samples=samples, groups=groups)
+
+    def _under_way(self, room: Room, choose: Callable[[Group], list[int]], *, samples: int, groups: int) -> list[Offer]:
+        """Of live groups, oldest first: the samples that ``choose`` names, as far as there is room for them."""
+        offers: list[Offer] = []
         for position, group in enumerate(self.groups.values()):
-            if group.group_id not in awaited or len(offers) >= groups:
-                continue
-            late = [sample.index for sample in group.samples if self._is_late(sample, node, is_late)]
-            late = late[: max(0, min(samples, room.of_group(position, group)))]
-            if late:
-                offers.append(Offer(group, tuple(late), is_new=False))
-                samples -= len(late)
-                room.took(position, len(late))
+            if len(offers) >= groups:
+                break
+            chosen = choose(group)[: max(0, min(samples, room.of_group(position, group)))]
+            if chosen:
+                offers.append(Offer(group, tuple(chosen), is_new=False))
+                samples -= len(chosen)
+                room.took(position, len(chosen))
         return offers
 
     def _is_late(self, sample: Sample, node: str, is_late: Callable[[LeaseRecord], bool]) -> bool:
